@@ -144,6 +144,7 @@ CASES = {
     "written entries": gate_of(lambda g: written(functional.silu(g)), lambda g: written(silu(g))),
     "written in place": gate_of(lambda g: filled(functional.silu(g)), lambda g: 1.5 * silu(g)),
     "overwritten": gate_of(lambda g: torch.sigmoid(g).zero_().add_(functional.silu(g)), silu),
+    "filled by name": gate_of(lambda g: torch.sigmoid(g).fill_(value=2.0).sub_(2.0).add_(functional.silu(g)), silu),
     "joined": gate_of(
         lambda g: torch.cat([functional.silu(g[..., :2]), g[..., 2:]], -1),
         lambda g: torch.cat([silu(g[..., :2]), g[..., 2:]], -1),

@@ -180,3 +180,41 @@ def test_gelu_in_place_and_slices_written_into_zeros_are_stages() -> None:
             return functional.relu_(out) + x
 
     assert operator(Written(), draw(2, 7, 16)).reconstruction_error() < LIMIT
+
+
+class Copied(nn.Module):
+    """Writes tokens into memory that holds other numbers, as a cache of a convolution does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.full_like(x, torch.nan).copy_(x.cumsum(1))
+        gate = x.sigmoid().fill_(value=2.0)
+        return out * gate + x.clone().zero_() + x.clone().copy_(torch.ones(16))
+
+
+class HalfAtATime(nn.Module):
+    """Writes its output in two steps into memory that no function initialises."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        out[..., ::2] = x[..., 1::2].cumsum(1)
+        out[..., 1::2] = x[..., ::2]
+        return out
+
+
+@pytest.mark.parametrize("build", [Copied, HalfAtATime])
+def test_what_is_written_over_leaves_nothing(build: type[nn.Module]) -> None:
+    """With deterministic algorithms torch fills memory that no function initialises with NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert operator(build(), draw(2, 7, 16)).reconstruction_error() < LIMIT
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_random_numbers_written_into_tokens_are_refused_by_their_function() -> None:
+    class Noisy(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.cumsum(1) + x.clone().normal_()
+
+    with pytest.raises(UncoveredError, match="'normal' is applied to values that depend on the tokens"):
+        operator(Noisy(), draw(2, 7, 16))

@@ -8,12 +8,16 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.nn import functional
 
 import unilinattn as ula
 from tests.hosts import named
 from tests.tracing.invented import INVENTED, WIDTH, CumMean, OverTokens, SelectiveScan, TokenShift, hybrid
+from tests.tracing.models import VOCABULARY, Model, Output
+from tests.tracing.models import WIDTH as CHANNELS
 from unilinattn.errors import UncoveredError, UnknownArchitectureError
 from unilinattn.host import substitution
+from unilinattn.models import S4D
 from unilinattn.testing import left_as_found
 from unilinattn.testing.hosts import randomize
 from unilinattn.tracing import discovery, recording
@@ -174,6 +178,47 @@ def test_a_class_name_does_not_refuse_a_module(name: str) -> None:
 def test_other_precisions_give_the_same_result(dtype: torch.dtype) -> None:
     assert len(ula.trace(hybrid().to(dtype), IDS).layers) == 3
     assert recorded(hybrid(SelectiveScan()).to(dtype)) == ["backbone.layers.1.mixer"]
+
+
+class FaintShift(nn.Module):
+    """Adds a small part of the token before, which is less than the change that experts' rounding makes in bfloat16."""
+
+    def forward(self, x: Tensor, **options: object) -> Tensor:
+        return x + 0.02 * functional.pad(x, (0, 0, 1, -1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_faint_mixing_is_found_in_every_precision(dtype: torch.dtype) -> None:
+    model = hybrid(FaintShift()).to(dtype)
+    before = [parameter.dtype for parameter in model.parameters()]
+    assert recorded(model) == ["backbone.layers.1.mixer"]
+    assert [parameter.dtype for parameter in model.parameters()] == before
+    with torch.autocast("cpu", torch.bfloat16):
+        assert recorded(hybrid(FaintShift())) == ["backbone.layers.1.mixer"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_faint_mixing_of_embeddings_is_refused_whatever_the_ids_are_called(dtype: torch.dtype) -> None:
+    class Faint(Model):
+        def forward(self, ids: Tensor) -> Output:
+            x = self.embed(ids)
+            return Output(self.head(self.blocks[0](x + 0.02 * x.roll(1, dims=1))))
+
+    with pytest.raises(UnknownArchitectureError, match="moves information between tokens"):
+        ula.trace(Faint(S4D(CHANNELS)).to(dtype).eval(), IDS % VOCABULARY, progress=False)
+
+
+def test_layers_of_a_mixer_with_small_weights_do_not_depend_on_the_precision() -> None:
+    config = transformers.PatchTSMixerConfig(
+        context_length=32, patch_length=8, patch_stride=8, num_input_channels=3, d_model=8, num_layers=2
+    )
+    torch.manual_seed(0)
+    model = transformers.PatchTSMixerForTimeSeriesClassification(config).eval()
+    values = {"past_values": torch.rand(2, 32, 3, generator=torch.Generator().manual_seed(1))}
+    names = [layer.name for layer in ula.trace(model, values, progress=False).layers]
+    low = {name: value.bfloat16() for name, value in values.items()}
+    assert [layer.name for layer in ula.trace(model.bfloat16(), low, progress=False).layers] == names
+    assert len(names) == 2
 
 
 @contextmanager

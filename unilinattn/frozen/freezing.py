@@ -36,6 +36,7 @@ from unilinattn.rules.functions import (
     NEW,
     PRODUCTS,
     SLOPES,
+    WRITING,
     name_of,
     opened,
 )
@@ -169,11 +170,14 @@ class Freezing(TorchFunctionMode):
             return self._bilinear(name, func, args, kwargs)
         result = func(*args, **kwargs)
         if name not in CONSTANT and any(tensor.is_floating_point() for tensor in tensors(result)):
-            raise UncoveredError(
-                f"{self._where()} calls {name!r} on values that depend on the tokens, and the frozen run has no rule "
-                "for this function, so their shares are unknown. Report the model's class."
-            )
+            raise self._unknown(name)
         return result
+
+    def _unknown(self, name: str) -> UncoveredError:
+        return UncoveredError(
+            f"{self._where()} calls {name!r} on values that depend on the tokens, and the frozen run has no rule for "
+            "this function, so their shares are unknown. Report the model's class."
+        )
 
     def enter_stream(self, tensor: Tensor) -> None:
         """Mark a tensor as the residual stream; its sums with other tensors are marked too."""
@@ -194,12 +198,15 @@ class Freezing(TorchFunctionMode):
         return result
 
     def _in_place(self, name: str, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if name in ("zero", "fill"):
-            value = self._as_source(torch.full_like(target, args[0] if args else 0).detach(), target)
-        elif name == "copy":
-            value = self._source(args[0], target)
+        if name in WRITING:
+            written = next(iter((*args, *kwargs.values())), 0)
+            value = written if isinstance(written, Tensor) else torch.full_like(target, written).detach()
+            value = self._source(value, target)
         else:
-            function = getattr(torch.Tensor, name, None) or getattr(functional, name)
+            function = getattr(torch.Tensor, name, None) or getattr(functional, name, None)
+            if function is None:
+                # One that draws random numbers, such as normal_, has no other form.
+                raise self._unknown(f"{name}_")
             value = self._apply(name, function, (target, *args), kwargs)
         rank, in_stream = self.rank(value), self.in_stream(value)
         self._ranks.pop(target, None)

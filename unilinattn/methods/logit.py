@@ -5,7 +5,7 @@ from dataclasses import replace
 from math import prod
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from unilinattn.frozen.run import By, FrozenRun, frozen
@@ -22,6 +22,9 @@ from unilinattn.results.attribution import Attribution
 from unilinattn.results.estimate import Estimate, LayerCost
 from unilinattn.tracing.token_streams import streams_read
 from unilinattn.tracing.trace import Target, Trace
+
+READ = 1e-4
+"""Largest share of padding, in units of the largest share of its sequence, that is rounding."""
 
 EXTRAS: Mapping[By, tuple[str, ...]] = {
     "tokens": ("bias", "remainder", "logit", "gap"),
@@ -82,6 +85,7 @@ def shares_result(
             write_rows(extras[name], rows, values, layered=by != "tokens")
     size = extras["logit"].abs().clamp_min(torch.finfo(torch.float64).tiny)
     gap = float((extras["gap"] / size).max())
+    padding = None if target is None or by == "layer" else padding_read(scores, axes.mask())
     result = make_result(
         trace,
         options,
@@ -92,11 +96,27 @@ def shares_result(
         axes=axes,
         extras=extras,
         completeness_gap=gap,
-        warnings=() if run.doubt is None else (run.doubt,),
+        warnings=tuple(warning for warning in (run.doubt, padding) if warning is not None),
     )
     if by != "tokens" or run.grid is None:
         return result
     return replace(result, grid=run.grid, patches=tuple(range(scores.shape[-1])), cls=())
+
+
+def padding_read(scores: Float[Tensor, "*layer batch query key"], mask: Bool[Tensor, "batch key"] | None) -> str | None:
+    """Return a message if the explained logit of a sequence reads padding, None if none does."""
+    if mask is None:
+        return None
+    sizes = scores.abs().transpose(-2, -3).reshape(-1, *mask.shape).amax(0)
+    share = sizes.masked_fill(mask.to(sizes.device), 0).amax(1) / sizes.amax(1).clamp_min(torch.finfo(sizes.dtype).tiny)
+    sequence = int(share.argmax())
+    if float(share[sequence]) <= READ:
+        return None
+    return (
+        f"the explained logit reads padding: in sequence {sequence} the largest share of a padding token is "
+        f"{float(share[sequence]):.1e} of the largest share, as where a model pools its last token without a look at "
+        "attention_mask. Explain texts of different lengths one by one, or pad on the other side."
+    )
 
 
 def _axes(trace: Trace, run: FrozenRun, by: By) -> Axes:

@@ -61,6 +61,12 @@ NEW = _names("""
 """)
 """Functions whose outputs take only the shape and dtype of their argument."""
 
+BLANK = _names("empty empty_like new_empty empty_strided")
+"""Functions that return memory with any numbers, which a host writes over."""
+
+WRITING = _names("copy fill zero")
+"""Functions that write a value, by default zero, into all of their first argument in place."""
+
 CONSTANT = NEW | _names("detach data sign floor ceil round trunc")
 """Functions whose outputs are constants for autograd too."""
 

@@ -18,6 +18,7 @@ from unilinattn.call.nested import mapped, tensors
 from unilinattn.errors import UncoveredError
 from unilinattn.rules.complex_numbers import READING, Parts, complex_parts, is_complex, read_part
 from unilinattn.rules.functions import (
+    BLANK,
     COMPOSITE,
     CONSTANT,
     FACTORS,
@@ -26,6 +27,7 @@ from unilinattn.rules.functions import (
     LIMITS,
     NEW,
     SLOPES,
+    WRITING,
     name_of,
     opened,
 )
@@ -132,6 +134,12 @@ class Recording(TorchFunctionMode):
         if name in LIKE:
             # Of the other arguments only the shape or the dtype matters.
             named, resolved = (named[0], *args[1:]), kwargs
+        called = args, kwargs
+        if in_place and name in WRITING:
+            # Nothing is left of the target: the value is written into all of it.
+            value, written = (next(iter((*a[1:], *k.values())), 0) for a, k in ((named, resolved), called))
+            called = (args[0], ..., written), {}
+            name, in_place, named, resolved = "setitem", False, (torch.zeros_like(args[0]), ..., value), {}
         before = args[0] if (in_place or name == "setitem") and isinstance(args[0], Tensor) else None
         if before is not None and (node := self.node(before)) is not None:
             # Earlier functions read the value that is written over here.
@@ -140,12 +148,19 @@ class Recording(TorchFunctionMode):
             return self._mixed(func, meaning, args, kwargs, (named, resolved))
         # Of some arguments only the shape matters.
         nodes = [] if name in NEW else list(_nodes_in((named, resolved)))
-        plain = (getattr(Tensor, name, None) or getattr(functional, name)) if in_place else func
-        parts = self._complex(name, plain, args, kwargs) if nodes else None
+        plain = (getattr(Tensor, name, None) or getattr(functional, name, func)) if in_place else func
+        parts = self._complex(name, plain, *called) if nodes else None
         if isinstance(parts, Tensor):
             return parts
         result = func(*args, **kwargs)
+        if before is not None:
+            self._parts.pop(id(before), None)
         if not nodes:
+            if name in BLANK:
+                # Numbers that happen to be in memory may be NaN, which no later write removes from a sum.
+                result.zero_()
+            if before is not None:
+                self._nodes.pop(id(before), None)
             self._keep(result if before is None else before)
             return result
         kind: Kind = "factor" if name in FACTORS | CONSTANT else _kind(nodes)

@@ -10,6 +10,7 @@ from unilinattn.host.inputs import is_encoder_decoder, real_tokens
 from unilinattn.host.module_calls import CallRecord
 from unilinattn.operator.operator import MixerOperator
 from unilinattn.tracing.layer import Layer, Step
+from unilinattn.tracing.padding import Masks, stream_shape
 from unilinattn.tracing.residual import group_parallel
 from unilinattn.tracing.weights import Checksum, Weights
 
@@ -22,11 +23,16 @@ class LayerBuilder:
         weights: checksums of the model's weights at construction.
     """
 
-    def __init__(self, model: nn.Module, arguments: Mapping[str, Any], dtype: torch.dtype | None) -> None:
-        """Prepare for a run on `arguments`; the operators compute in `dtype`, by default the host's."""
+    def __init__(
+        self, model: nn.Module, arguments: Mapping[str, Any], dtype: torch.dtype | None, masks: Masks | None = None
+    ) -> None:
+        """Prepare for a run on `arguments`; the operators compute in `dtype`, by default the host's.
+
+        `masks` are the real tokens of streams that have other tokens beside those of the padding mask.
+        """
         self._checksums: dict[int, Checksum] = {}
         self.weights = Weights(model, self._checksums)
-        self.mask = real_tokens(arguments)
+        self.mask, self._masks = real_tokens(arguments), masks or {}
         self._inner_mask = real_tokens(arguments, "decoder_attention_mask")
         self._two_streams = is_encoder_decoder(model)
         self._dtype = dtype
@@ -45,9 +51,11 @@ class LayerBuilder:
         mask = self._inner_mask if self._two_streams and not self.encodes(record) else self.mask
         assert record.output is not None
         computed = torch.promote_types(self._dtype or record.output.dtype, torch.float32)
-        fits = mask is not None and mask.shape == record.output.shape[:2]
+        shape = stream_shape(record)
+        if mask is not None and tuple(mask.shape) != shape:
+            mask = self._masks.get(shape) if mask is self.mask and shape is not None else None
         weights = Weights(record.module, self._checksums)
-        return Layer(record, name, computed, mask if fits else None, self._latest, weights)
+        return Layer(record, name, computed, mask, self._latest, weights)
 
     def build_steps(self, records: Sequence[CallRecord]) -> tuple[tuple[Layer, ...], tuple[Step, ...]]:
         """Freeze all recorded calls of the run; return the layers, and the same layers in steps."""

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from unilinattn.call.axes import as_tokens, in_shape
 from unilinattn.call.nested import mapped, tensors
-from unilinattn.host.inputs import call_host, real_tokens
+from unilinattn.host.inputs import call_host, ids_name, is_ids, real_tokens
 from unilinattn.host.logits import logits_in
 from unilinattn.host.module_calls import CallRecord
 from unilinattn.host.observer import Functions, Inputs
@@ -74,11 +74,11 @@ def find_leak(
     streams = {_tokens(shape, axis) for shape, axis in shapes.items()}
     lengths = {length for _, length in streams}
     # Ids of as many tokens in another batch are several for each token, such as those of codebooks.
-    ids = {tuple(x.shape) for name, x in arguments.items() if _is_ids(name, x) and x.shape[1] not in lengths}
+    ids = {tuple(x.shape) for name, x in arguments.items() if _is_ids(name, arguments) and x.shape[1] not in lengths}
     halves = {shape: _half(shape) for shape in sorted(streams | ids) if shape[0] * shape[1] > 1}
     perturbed = [_Tokens(model, shape, half, shapes) for shape, first in halves.items() for half in (first, ~first)]
     # Without ids, what comes before the first block makes tokens of a signal.
-    has_ids = any(_is_ids(name, x) for name, x in arguments.items())
+    has_ids = any(_is_ids(name, arguments) for name in arguments)
     begins = None if has_ids or not layers else _block_of(layers[0])
     probe = _Probing(model, arguments, constants, shapes, begins)
     entries = probe.run(perturbed)
@@ -131,7 +131,7 @@ class _Tokens:
         half = self._half.to(value.device)
         if value.is_floating_point():
             return rotated(value, half) if value.ndim == 3 and "mask" not in name else value
-        if not _is_ids(name, value):
+        if not _is_ids(name, arguments):
             return value
         # Other special ids would change the layout: padding is masked, and those of an image become its vectors.
         ordinary = half & ~torch.isin(value, special_ids(self._model).to(value))
@@ -385,8 +385,9 @@ def _is_signal(name: str, x: Any, streams: Collection[Shape]) -> bool:
     return x.ndim not in AXES[1:] or _shape(x) not in streams
 
 
-def _is_ids(name: str, x: Any) -> bool:
-    return isinstance(x, Tensor) and x.ndim == 2 and not x.is_floating_point() and name.endswith("input_ids")
+def _is_ids(name: str, arguments: Mapping[str, Any]) -> bool:
+    """Tell whether an argument has the ids of tokens, by its name or as the only tensor that may have them."""
+    return is_ids(arguments[name]) and (name.endswith("input_ids") or name == ids_name(arguments))
 
 
 def _shape(x: Tensor) -> Shape:

@@ -15,6 +15,7 @@ begins and ends. Not detected: mixing of pixels without a softmax before these a
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -43,6 +44,7 @@ from unilinattn.tracing.unknown import (
     without_adapters,
     without_layers,
 )
+from unilinattn.tracing.widened import is_low, widened
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,22 @@ def unregistered_mixers(
     docstring of this file gives the cost.
     """
     examined = _shortened(arguments, above)
+    mixers: tuple[UnregisteredMixer, ...] | None = None
+    if is_low(model, examined):
+        # A kernel, or a function of another package, may accept no other dtype than the model's.
+        with suppress(Exception), widened():
+            mixers = _found_mixers(model, examined, arguments, layers)
+    if mixers is None:
+        mixers = _found_mixers(model, examined, arguments, layers)
+    answer = tuple((mixer.path, mixer.holds_layers, mixer.leak) for mixer in mixers)
+    _answers[model] = _Answer(state_of(model, arguments), _shapes(examined), answer)
+    return mixers
+
+
+def _found_mixers(
+    model: nn.Module, examined: Mapping[str, Any], arguments: Mapping[str, Any], layers: Sequence[CallRecord]
+) -> tuple[UnregisteredMixer, ...]:
+    """Return the result of `unregistered_mixers`; `examined` are the arguments of the runs."""
     if examined is not arguments:
         layers = _layers_of(model, examined, ())
     candidates = mixing_modules(model, examined, layers)
@@ -120,10 +138,7 @@ def unregistered_mixers(
         # A layer around recorded ones, beside which it mixes, takes their place.
         inside = tuple(f"{path}." for path in more)
         paths = [path for path in dict.fromkeys((*paths, *more)) if not path.startswith(inside)]
-    mixers = (*(UnregisteredMixer(path, model.get_submodule(path), False) for path in paths), *found)
-    answer = tuple((mixer.path, mixer.holds_layers, mixer.leak) for mixer in mixers)
-    _answers[model] = _Answer(state_of(model, arguments), _shapes(examined), answer)
-    return mixers
+    return (*(UnregisteredMixer(path, model.get_submodule(path), False) for path in paths), *found)
 
 
 def _wrappers(layers: Sequence[CallRecord]) -> list[str]:

@@ -23,6 +23,7 @@ from unilinattn.host.inputs import call_host
 from unilinattn.host.observer import Inputs, Observer
 from unilinattn.host.recorder import MAIN, captured, main_tensor
 from unilinattn.host.run import run
+from unilinattn.tracing.widened import visible
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 """Largest relative change of a watched token by rounding (experts get other batches); 0.05 for other dtypes.
@@ -260,7 +261,7 @@ class Trial(Run):
     def _moves(self, module: nn.Module, inputs: Any, before: Rows, perturbed: Tensor) -> bool:
         counts, self._perturbed = dict(self._counts), perturbed
         args, kwargs = mapped(inputs, lambda t: noisy(t, perturbed) if _has_tokens(t, self._length) else t.clone())
-        after = main_tensor(module.forward(*args, **kwargs))
+        after = main_tensor(visible(module.forward)(*args, **kwargs))
         self._counts, self._perturbed = counts, None
         return after is not None and changed(before, after, ~perturbed)
 

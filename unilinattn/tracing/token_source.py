@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from unilinattn.call.axes import as_tokens
 from unilinattn.call.nested import mapped, tensors
 from unilinattn.errors import UncoveredError
-from unilinattn.host.inputs import call_host, ids_name, is_ids, sequences_in
+from unilinattn.host.inputs import call_host, ids_name, is_ids, real_tokens, sequences_in
 from unilinattn.host.isolation import runs_in_gradient_mode
 from unilinattn.host.logits import logits_in
 from unilinattn.host.observer import Functions
 from unilinattn.host.run import run
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.lookups import Lookups
-from unilinattn.tracing.perturbation import TOLERANCE
+from unilinattn.tracing.perturbation import TOLERANCE, special_ids
 from unilinattn.tracing.token_streams import TokenStream, stream_written, token_streams, tower_of
 from unilinattn.tracing.tokens import TokenCall, find_tokens, require_own_tokens
 
@@ -152,7 +152,7 @@ def _lookups_of(model: nn.Module, arguments: Mapping[str, Any], layers: Sequence
             continue
         # The model may accept no other ids, such as those that mark the places of an image.
         with suppress(Exception):
-            moved = find_tokens(model, _changed(arguments, name), inside, in_lists=True)
+            moved = find_tokens(model, _changed(model, arguments, name), inside, in_lists=True)
             if isinstance(moved, TokenCall) and not torch.equal(moved.vectors, call.vectors):
                 return Source(stream, None, name)
     return source
@@ -210,7 +210,9 @@ def _reaching(
     hold = _hold(model, arguments, layers, sources)
     before = _run(model, dict(arguments), hold, read)
     return [
-        name for name in names if _reaches(before, _run(model, _changed(arguments, name), hold, read), arguments[name])
+        name
+        for name in names
+        if _reaches(before, _run(model, _changed(model, arguments, name), hold, read), arguments[name])
     ]
 
 
@@ -273,8 +275,19 @@ def _moved(before: Tensor, after: Tensor) -> bool:
     return not bool((same | ((before - after).abs() <= allowed * scale)).all())
 
 
-def _changed(arguments: Mapping[str, Any], name: str) -> dict[str, Any]:
-    return {**arguments, name: mapped(arguments[name], _perturbed)}
+def _changed(model: nn.Module, arguments: Mapping[str, Any], name: str) -> dict[str, Any]:
+    value = arguments[name]
+    changed = mapped(value, _perturbed)
+    if name.endswith("input_ids") and is_ids(value):
+        # From padding a model may read which token it pools, and from other special ids where an image stands.
+        special, real = (
+            special_ids(model).to(value),
+            real_tokens(arguments, name.replace("input_ids", "attention_mask")),
+        )
+        ordinary = ~torch.isin(value, special) & ~torch.isin(changed, special)
+        ordinary = ordinary & real.to(value.device) if real is not None and real.shape == value.shape else ordinary
+        changed = torch.where(ordinary, changed, value) if bool(ordinary.any()) else changed
+    return {**arguments, name: changed}
 
 
 def _perturbed(t: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from unilinattn.tracing.explained import ExplainedLogit
 from unilinattn.tracing.gradient_cost import frozen_cost, gradient_cost
 from unilinattn.tracing.gradients import gradient_of
 from unilinattn.tracing.layer import Layer, Step
-from unilinattn.tracing.padding import warn_of_leaks, warn_of_recorded_leaks
+from unilinattn.tracing.padding import masks_of_streams, warn_of_leaks, warn_of_recorded_leaks
 from unilinattn.tracing.recording import covered_run
 from unilinattn.tracing.streaming import run_in_pieces
 from unilinattn.tracing.token_streams import TokenStream, stream_written, token_streams
@@ -261,9 +261,9 @@ def trace(
             model, arguments, stream_to, dtype, strict=strict, progress=progress, above=substitute_above
         )
     warn_of_leaks(arguments, recorder.layers)
-    builder = LayerBuilder(model, arguments, dtype)
+    builder = LayerBuilder(model, arguments, dtype, masks_of_streams(model, arguments, recorder.layers))
     layers, steps = builder.build_steps(recorder.layers)
-    warn_of_recorded_leaks(layers)
+    warn_of_recorded_leaks(arguments, layers)
     mask, weights = builder.mask, builder.weights
     traced = Trace(model, arguments, output, layers, steps, mask, weights, recorder.opaque, text)
     if stream_to is None and not may_be_long(arguments, substitute_above):
