@@ -14,7 +14,6 @@ from tests.hosts import named as host
 from unilinattn.errors import StreamError, UncoveredError
 from unilinattn.testing.hosts import randomize
 from unilinattn.testing.promote import promoted
-from unilinattn.tracing import residual
 from unilinattn.tracing.trace import Trace
 
 WIDTH, VOCABULARY, LENGTH = 16, 31, 9
@@ -398,19 +397,3 @@ def test_zamba_s_shared_attention_has_no_stream_and_is_exact_without_residual() 
         shares = layer.operator.contributions(torch.arange(entry.length))
         expected, _ = definition(shares, torch.zeros_like(layer.output), layer.output)
         assert (scores - expected).abs().max() <= 1e-12
-
-
-@pytest.mark.parametrize("multiplier", [1.0, 0.22, 1e-6, -30.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_few_elements_rule_out_no_sum(dtype: torch.dtype, multiplier: float) -> None:
-    """Of a sum with parts that are zero on these elements, and of tensors in another order in memory."""
-    generator = torch.Generator().manual_seed(0)
-    stream, output, other = (torch.randn(2, 50, 40, generator=generator).to(dtype) for _ in range(3))
-    elements = output.flatten()
-    elements[:: output.numel() // residual.FEW | 1] = 0
-    sums = [(stream + multiplier * output, stream, None), (stream + multiplier * output + other, stream, other)]
-    turned = [(total.mT.contiguous().mT, x, y) for total, x, y in sums]
-    no_sums: list[residual.Candidate] = [(stream, stream, None), (other, stream, None)]
-    assert [*residual._possible(iter((*sums, *turned)), output)] == [*sums, *turned]
-    whole = torch.randn(2, 50, 40, generator=generator).to(dtype)
-    assert not [*residual._possible(iter(no_sums), whole)]

@@ -8,6 +8,7 @@ import transformers
 
 import unilinattn as ula
 from unilinattn.testing import TOLERANCES, tolerance
+from unilinattn.tracing import residual
 
 SMALL = dict(
     vocab_size=50,
@@ -84,3 +85,19 @@ def test_a_module_with_an_internal_residual_has_a_stream_of_zeros() -> None:
     config = transformers.BertConfig(**{k: v for k, v in SMALL.items() if k not in ("head_dim", "num_key_value_heads")})
     trace = ula.trace(transformers.BertModel(config).eval(), torch.randint(3, 50, (2, 7)))
     assert all(layer.residual is not None and not layer.residual.any() for layer in trace.layers)
+
+
+@pytest.mark.parametrize("multiplier", [1.0, 0.22, 1e-6, -30.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_few_elements_rule_out_no_sum(dtype: torch.dtype, multiplier: float) -> None:
+    """Of a sum with parts that are zero on these elements, and of tensors in another order in memory."""
+    generator = torch.Generator().manual_seed(0)
+    stream, output, other = (torch.randn(2, 50, 40, generator=generator).to(dtype) for _ in range(3))
+    elements = output.flatten()
+    elements[:: output.numel() // residual.FEW | 1] = 0
+    sums = [(stream + multiplier * output, stream, None), (stream + multiplier * output + other, stream, other)]
+    turned = [(total.mT.contiguous().mT, x, y) for total, x, y in sums]
+    no_sums: list[residual.Candidate] = [(stream, stream, None), (other, stream, None)]
+    assert [*residual._possible(iter((*sums, *turned)), output)] == [*sums, *turned]
+    whole = torch.randn(2, 50, 40, generator=generator).to(dtype)
+    assert not [*residual._possible(iter(no_sums), whole)]

@@ -380,9 +380,8 @@ def _half(shape: Shape) -> Bool[Tensor, "batch token"]:
 
 def _is_signal(name: str, x: Any, streams: Collection[Shape]) -> bool:
     """Tell whether an input is a tensor of numbers that are no sequence of a stream's tokens."""
-    if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim < 2 or "mask" in name:
-        return False
-    return x.ndim not in AXES[1:] or _shape(x) not in streams
+    is_numbers = isinstance(x, Tensor) and x.is_floating_point() and x.ndim > 1 and "mask" not in name
+    return is_numbers and (x.ndim not in AXES[1:] or _shape(x) not in streams)
 
 
 def _is_ids(name: str, arguments: Mapping[str, Any]) -> bool:
