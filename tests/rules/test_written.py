@@ -33,8 +33,6 @@ OTHERWISE = {
 """Modules that recording decomposes exactly, but in another way than their adapter."""
 
 REFUSED = {
-    "KimiLinearAttention": "raises AttributeError when it runs again",
-    "DeepseekV2Attention": "raises AttributeError when it runs again",
     "BiMamba": "",
     "S5": "",
 }

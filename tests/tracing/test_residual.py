@@ -14,6 +14,7 @@ from tests.hosts import named as host
 from unilinattn.errors import StreamError, UncoveredError
 from unilinattn.testing.hosts import randomize
 from unilinattn.testing.promote import promoted
+from unilinattn.tracing import residual
 from unilinattn.tracing.trace import Trace
 
 WIDTH, VOCABULARY, LENGTH = 16, 31, 9

@@ -48,7 +48,10 @@ def passed_ports(call: Call) -> Mapping[str, bool]:
     dtypes = tuple((name, tuple(t.dtype for t in tensors(value))) for name, value in call.arguments.items())
     shapes = tuple(tuple(t.shape for t in tensors(value)) for value in call.arguments.values())
     remembered = _passed.setdefault(call.module, {}).setdefault((call.input.dtype, weights, dtypes), {})
-    ports = next((ports for earlier, ports in remembered.items() if _covers(earlier, shapes)), None)
+    # A state from an earlier call is no port, and is told by what the module returns without it.
+    states = any(call.arguments.get(name) is not None for name in CACHES)
+    earlier_ports = (ports for earlier, ports in remembered.items() if _covers(earlier, shapes))
+    ports = None if states else next(earlier_ports, None)
     if ports is None:
         chains = recorded_stages(call).chains
         ports = remembered[shapes] = {port: not chain for port, chain in chains.items()}

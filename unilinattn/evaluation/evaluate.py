@@ -55,7 +55,7 @@ class Observer:
 def evaluate(
     models: Mapping[str, Model],
     data: Any,
-    methods: Sequence[str | Options | tuple[str, Mapping[str, Any]]] | Mapping[str, Entry | Options],
+    methods: Sequence[str | Options | Scorer | tuple[str, Mapping[str, Any]]] | Mapping[str, Entry | Options],
     metrics: Sequence[str | tuple[str, Mapping[str, Any]] | Metric] | Mapping[str, Entry],
     *,
     selection: Any = None,

@@ -294,8 +294,8 @@ def _sample(tensor: Tensor, count: int) -> Num[Tensor, " element"]:
     if tensor.is_contiguous():
         return tensor.detach().flatten()[numbers]
     # A tensor whose memory has another order would be copied as a whole.
-    elements = torch.arange(tensor.numel(), device=tensor.device)[numbers]
-    return tensor.detach()[torch.unravel_index(elements, tensor.shape)]
+    places = torch.unravel_index(torch.arange(tensor.numel())[numbers], tensor.shape)
+    return tensor.detach()[tuple(place.to(tensor.device) for place in places)]
 
 
 def _scaled(columns: Sequence[Tensor], sums: Tensor) -> tuple[Tensor, Tensor]:
