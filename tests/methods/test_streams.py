@@ -127,7 +127,7 @@ def test_shares_of_both_streams_add_up(name: str, decoded: int, method: str) -> 
 
 
 def test_positions_of_both_streams_are_parts_of_their_tokens() -> None:
-    """What the positions add to the vectors of an encoder and a decoder is in `embedding`, not in the bias."""
+    """`embedding` counts the positions of an encoder and a decoder, and the bias counts none of them."""
     model, trace = model_of("bart"), traced("bart")
     extras = ula.explain(trace, method="logit", target=-1).extras
     assert bool((extras["embedding"] != 0).all())

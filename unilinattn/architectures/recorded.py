@@ -32,10 +32,11 @@ RANDOM = 0.1
 Shapes = tuple[tuple[torch.Size, ...], ...]
 """The shapes of the tensors in each argument of a call."""
 
-_passed: "WeakKeyDictionary[nn.Module, dict[tuple[object, ...], dict[Shapes, Mapping[str, bool]]]]" = (
-    WeakKeyDictionary()
-)
-"""The results of `passed_ports`, by the dtypes and the weights and then by the shapes of the call."""
+Remembered = dict[tuple[object, ...], dict[Shapes, Mapping[str, bool]]]
+"""The results of `passed_ports`, by the dtypes and then by the shapes of the call."""
+
+_passed: "WeakKeyDictionary[nn.Module, tuple[object, Remembered]]" = WeakKeyDictionary()
+"""What is remembered of a module, with the weights for which it holds; training replaces it."""
 
 
 def passed_ports(call: Call) -> Mapping[str, bool]:
@@ -47,7 +48,9 @@ def passed_ports(call: Call) -> Mapping[str, bool]:
     weights = tuple((id(p), -1 if p.is_inference() else p._version) for p in call.module.parameters())
     dtypes = tuple((name, tuple(t.dtype for t in tensors(value))) for name, value in call.arguments.items())
     shapes = tuple(tuple(t.shape for t in tensors(value)) for value in call.arguments.values())
-    remembered = _passed.setdefault(call.module, {}).setdefault((call.input.dtype, weights, dtypes), {})
+    if call.module not in _passed or _passed[call.module][0] != weights:
+        _passed[call.module] = weights, {}
+    remembered = _passed[call.module][1].setdefault((call.input.dtype, dtypes), {})
     # A state from an earlier call is no port, and is told by what the module returns without it.
     states = any(call.arguments.get(name) is not None for name in CACHES)
     earlier_ports = (ports for earlier, ports in remembered.items() if _covers(earlier, shapes))

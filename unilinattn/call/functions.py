@@ -2,7 +2,7 @@
 
 import fnmatch
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial, wraps
 from types import BuiltinMethodType, FunctionType, MethodType
@@ -52,23 +52,13 @@ def visible(meanings: Mapping[str, Any], model: nn.Module, forms: Callable[[type
         model: a module whose attributes may be such functions.
         forms: returns the plain form of a module's class, None for none.
     """
-    before = Entries(())
-    try:
-        try:
-            seen = {function: _seen(function, meanings[name]) for name, function in _loaded(meanings)}
-            entries = [(attributes, name, seen[attributes[name]]) for attributes, name in _entries(seen, model)]
-            for module in model.modules():
-                if (form := forms(type(module))) is not None:
-                    entries.append((vars(module), "forward", _seen(module.forward, partial(form, module))))
-            before = Entries((attributes, name) for attributes, name, _ in entries)
-            for attributes, name, function in entries:
-                attributes[name] = function
-            yield
-        finally:
-            before.put_back()
-    finally:
-        # An interrupt may have ended the first attempt early.
-        before.put_back()
+    seen = {function: _seen(function, meanings[name]) for name, function in _loaded(meanings)}
+    replaced = [(attributes, name, seen[attributes[name]]) for attributes, name in _entries(seen, model)]
+    for module in model.modules():
+        if (form := forms(type(module))) is not None:
+            replaced.append((vars(module), "forward", _seen(module.forward, partial(form, module))))
+    with _replaced(replaced):
+        yield
 
 
 @contextmanager
@@ -79,13 +69,22 @@ def without_script(model: nn.Module) -> Iterator[None]:
     """
     packages = {cls.__module__.partition(".")[0] for module in model.modules() for cls in type(module).__mro__}
     loaded = _scripted(frozenset(packages - {"torch", "builtins"}), _loaded_modules())
-    scripted = [(attributes, name) for attributes, name in loaded if _is_scripted(attributes.get(name))]
-    scripted += [(vars(m), name) for m in model.modules() for name, value in vars(m).items() if _is_scripted(value)]
-    before = Entries(scripted)
+    # As in `_entries`, a name may be bound again.
+    recent = [*_recent(model), *map(vars, model.modules())]
+    entries = [*loaded, *((attributes, name) for attributes in recent for name in list(attributes))]
+    scripted = [(attributes, name) for attributes, name in entries if _is_scripted(attributes.get(name))]
+    with _replaced([(attributes, name, attributes[name]._torchdynamo_inline) for attributes, name in scripted]):
+        yield
+
+
+@contextmanager
+def _replaced(functions: Sequence[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
+    """Replace entries (dictionary, name, function) in this context."""
+    before = Entries((attributes, name) for attributes, name, _ in functions)
     try:
         try:
-            for attributes, name in scripted:
-                attributes[name] = attributes[name]._torchdynamo_inline
+            for attributes, name, function in functions:
+                attributes[name] = function
             yield
         finally:
             before.put_back()
@@ -137,9 +136,8 @@ def _entries(functions: Collection[Any], model: nn.Module) -> list[Entry]:
         modules = list(sys.modules.values())
         _scan.entries = [entry for module in modules for entry in _entries_of(_attributes(module), names)]
     # A name may be bound again in a module that was loaded before: in the user's, and in those of the host's classes.
-    classes = {cls.__module__ for module in model.modules() for cls in type(module).__mro__}
-    recent = [_attributes(sys.modules.get(name)) for name in ("__main__", *sorted(classes))]
-    entries = [*_scan.entries, *(entry for attributes in recent for entry in _entries_of(attributes, names))]
+    recent = (entry for attributes in _recent(model) for entry in _entries_of(attributes, names))
+    entries = [*_scan.entries, *recent]
     distinct = {(id(attributes), name): (attributes, name) for attributes, name in entries}
     result = [(attributes, name) for attributes, name in distinct.values() if id(attributes.get(name)) in names]
     for module in model.modules():
@@ -147,6 +145,12 @@ def _entries(functions: Collection[Any], model: nn.Module) -> list[Entry]:
         methods = ((name, value) for name, value in vars(module).items() if isinstance(value, FUNCTIONS))
         result += [(vars(module), name) for name, value in methods if value in functions]
     return result
+
+
+def _recent(model: nn.Module) -> list[dict[str, Any]]:
+    """Return the names in the user's module and in those of the host's classes."""
+    classes = {cls.__module__ for module in model.modules() for cls in type(module).__mro__}
+    return [_attributes(sys.modules.get(name)) for name in ("__main__", *sorted(classes))]
 
 
 def _entries_of(attributes: dict[str, Any], identities: Collection[int]) -> Iterator[Entry]:

@@ -19,7 +19,7 @@ Parts = tuple[Tensor, Tensor | None]
 PartsOf = Callable[[Tensor], Parts | None]
 """Returns the parts of a complex tensor, None if they are unknown."""
 
-ADDING = frozenset({"add", "sub", "subtract", "rsub", "where", "masked_fill", "lerp"})
+ADDING = frozenset({"add", "sub", "subtract", "rsub", "where", "masked_fill"})
 """Functions whose numbers are added to complex ones, or take their place."""
 
 CASTING = frozenset({"to", "type", "type_as", "cfloat", "cdouble"})
@@ -27,6 +27,9 @@ CASTING = frozenset({"to", "type", "type_as", "cfloat", "cdouble"})
 
 MAKING = frozenset({"view_as_complex", "complex", "cfloat", "cdouble"})
 """Functions that make complex numbers of real ones."""
+
+ADJOINT = frozenset({"H", "mH", "adjoint"})
+"""Transposes that conjugate."""
 
 READING = frozenset({"real", "imag", "view_as_real"})
 """Functions that return real numbers of complex ones."""
@@ -59,7 +62,7 @@ def has_numbers(tensor: Tensor) -> bool:
 
 
 def read_part(name: str, parts: Parts) -> Tensor:
-    """Return what a function of `READING` returns."""
+    """Return the value of a function of `READING`."""
     real, imaginary = parts
     if name == "real":
         return real
@@ -96,7 +99,8 @@ def _parts(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], 
     if name == "view_as_complex":
         return args[0][..., 0], args[0][..., 1]
     if name == "complex":
-        return tuple((*args, *kwargs.values()))
+        names = ("real", "imag")
+        return tuple(args[number] if number < len(args) else kwargs[part] for number, part in enumerate(names))
     if name in CASTING:
         return parts(args[0])
     if name in ("conj", "conj_physical", "resolve_conj", "neg", "negative"):
@@ -113,11 +117,13 @@ def _parts(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], 
     if name in AFFINE:
         position = AFFINE[name]
         bias = args[position] if len(args) > position else kwargs.pop("bias", None)
-        product = _bilinear(func, args[:position], kwargs, parts)
-        return product if bias is None else _sum(product, parts(bias))
+        without = (*args[:position], None, *args[position + 1 :]) if len(args) > position else args
+        product = _bilinear(func, without, kwargs, parts)
+        return product if bias is None else _sum(product, _beside_window(parts(bias), args[0].ndim, name))
     if name not in LINEAR | JOINING | ADDING:
         raise _Unknown
-    return _linear(name, func, args, kwargs, parts)
+    result = _linear(name, func, args, kwargs, parts)
+    return (result[0], -result[1]) if name in ADJOINT else result
 
 
 def _linear(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], parts: Callable[[Any], Any]) -> Any:
@@ -127,8 +133,10 @@ def _linear(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
         def select(value: Any) -> Any:
             if isinstance(value, Tensor) and not has_numbers(value):
                 return value
-            chosen = parts(value)[part]
-            return torch.zeros_like(parts(value)[0]) if chosen is None else chosen
+            real, imaginary = parts(value)
+            if part == 0:
+                return real
+            return torch.zeros_like(real) if imaginary is None else imaginary
 
         if name not in ADDING:
             return func(*mapped(args, select), **mapped(kwargs, select))
@@ -179,6 +187,12 @@ def _reciprocal(real: Any, imaginary: Any) -> Any:
         return 1 / real, None
     size = real * real + imaginary * imaginary
     return real / size, -imaginary / size
+
+
+def _beside_window(bias: Any, axes: int, name: str) -> Any:
+    """Return the parts of a bias in the shape of a result: convolutions have the axes of their window behind it."""
+    shape = (-1,) if name == "linear" else (-1, *[1] * (axes - 2))
+    return tuple(None if part is None else part.reshape(shape) for part in bias)
 
 
 def _sum(first: Parts, second: Parts) -> Parts:

@@ -152,7 +152,15 @@ def real(run: Compilation, node: Node, x: Any) -> Carried:
     """Return the real part of a Fourier transform, whose cosines and sines are matrices."""
     if x.name == "fft_ifft":
         return real_inverse(run, x)
+    if x.value.is_complex() and not x.name.startswith("fft"):
+        return without_parts(run, node, x)
     return _spectrum(run, x)[0]
+
+
+@rule("imag", "view_as_real")
+def without_parts(run: Compilation, node: Node, x: Any) -> Carried:
+    """Raise `UncoveredError`: the parts of other complex numbers were recorded (see `complex_numbers`)."""
+    raise UncoveredError(f"{x.name!r} is applied to complex numbers that depend on the tokens, and has no rule")
 
 
 def _spectrum(run: Compilation, node: Any) -> tuple[Carried, Carried | None]:

@@ -150,9 +150,11 @@ class Recording(TorchFunctionMode):
         nodes = [] if name in NEW else list(_nodes_in((named, resolved)))
         plain = (getattr(Tensor, name, None) or getattr(functional, name, func)) if in_place else func
         parts = self._complex(name, plain, *called) if nodes else None
-        if isinstance(parts, Tensor):
-            return parts
         result = func(*args, **kwargs)
+        if isinstance(parts, Tensor):
+            # The value is the host's, so that an error in the parts would be seen in the module's output.
+            self._same(parts, result)
+            return result
         if before is not None:
             self._parts.pop(id(before), None)
         if not nodes:
@@ -190,6 +192,14 @@ class Recording(TorchFunctionMode):
                 return complex_parts(name, func, args, kwargs, self._parts_of)
             pair = self._parts_of(args[0])
             return None if pair is None else read_part(name, pair)
+
+    def _same(self, tensor: Tensor, result: Tensor) -> None:
+        """Record a result as the same values as another tensor's."""
+        node = self.node(tensor)
+        if node is None:
+            self._keep(result)
+        else:
+            self._enter(Node("clone", torch.clone, (node,), {}, result, node.kind, node.rank))
 
     def _parts_of(self, tensor: Tensor) -> Parts | None:
         if id(tensor) in self._parts:

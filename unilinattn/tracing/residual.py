@@ -87,8 +87,8 @@ def _added_inside(child: CallRecord, output: Tensor) -> tuple[Tensor, Tensor] | 
     """
     others = [t for t in tensors_in(child.arguments) if t.shape == output.shape and not _same_memory(t, output)]
     names = [name for name, value in child.arguments.items() if any(value is other for other in others)]
-    one = len(others) == len(names) == 1
-    if not one or child.output is None or child.output.shape != output.shape or output.ndim != 3:
+    is_single = len(others) == len(names) == 1
+    if not is_single or child.output is None or child.output.shape != output.shape or output.ndim != 3:
         return None
     call = Call(child.module, child.name, child.arguments, output.detach(), child.output)
     try:
@@ -137,14 +137,14 @@ def _possible(candidates: Iterator[Candidate], added: Tensor) -> Iterator[Candid
     while batch := list(islice(candidates, CANDIDATES)):
         columns = [[few(stream), few(added), nothing if x is None else few(x)] for _, stream, x in batch]
         basis = torch.stack([column for parts in columns for column in parts]).unflatten(0, (len(batch), -1)).mT
-        wanted = torch.stack([few(total) for total, _, _ in batch])[..., None]
-        finite = (basis.isfinite().all(2) & wanted.isfinite().all(2)).all(1)
-        basis, wanted = (x.masked_fill(~finite[:, None, None], 0) for x in (basis, wanted))
-        size = basis.abs().sum(2, keepdim=True) + wanted.abs()
-        basis, wanted = (x / size.masked_fill(size == 0, 1) for x in (basis, wanted))
+        totals = torch.stack([few(total) for total, _, _ in batch])[..., None]
+        finite = (basis.isfinite().all(2) & totals.isfinite().all(2)).all(1)
+        basis, totals = (x.masked_fill(~finite[:, None, None], 0) for x in (basis, totals))
+        size = basis.abs().sum(2, keepdim=True) + totals.abs()
+        basis, totals = (x / size.masked_fill(size == 0, 1) for x in (basis, totals))
         # The default driver is wrong for a column of zeros.
-        factors = torch.linalg.lstsq(basis, wanted, driver="gelsd").solution
-        missed = (wanted - basis @ factors).square().mean((1, 2)).sqrt()
+        factors = torch.linalg.lstsq(basis, totals, driver="gelsd").solution
+        missed = (totals - basis @ factors).square().mean((1, 2)).sqrt()
         # The factors of a sum leave at most its rounding on each element, and those fitted here leave less of it.
         bounds = torch.tensor([8 * 3 * _epsilon(total) for total, _, _ in batch])
         agrees = missed <= bounds * factors.abs().amax((1, 2)).clamp_min(1)
