@@ -64,6 +64,7 @@ STEPS: dict[str, Step] = {
     "tokens": lambda z, w, b, k: torch.stack([token * 1j for token in z.unbind(1)], 1).real,
     "chosen": lambda z, w, b, k: torch.where(z.real > 0, z, 0).masked_fill(z.imag > 0, 1j).imag,
     "mean": lambda z, w, b, k: (z.mean(1, keepdim=True) + z.cumsum(1).flip(1)).imag,
+    "padded": lambda z, w, b, k: functional.pad(z, (0, 0, 1, -1)).imag,
     "written": lambda z, w, b, k: written(z.roll(1, 1)).imag,
     "filled": lambda z, w, b, k: filled(z).real,
 }
@@ -95,10 +96,11 @@ def test_a_small_error_of_the_parts_is_refused(name: str, monkeypatch: pytest.Mo
     ("step", "message"),
     [
         (lambda z, w, b, k: torch.lerp(z, z.conj(), 0.3).imag, "'lerp' is applied to complex numbers that depend"),
+        (lambda z, w, b, k: functional.pad(z, (0, 0, 1, -1), value=1.0).imag, "'pad' is applied to complex numbers"),
         (lambda z, w, b, k: torch.view_as_real(z**2).sum(-1), "'pow' is applied to complex numbers that depend"),
         (lambda z, w, b, k: (lambda y: (y.real.mul_(2), y)[1])(z.clone()).real, "an error of|error of"),
     ],
-    ids=["lerp", "square", "written through a view"],
+    ids=["lerp", "padded by ones", "square", "written through a view"],
 )
 def test_functions_without_parts_are_refused_by_name(step: Step, message: str) -> None:
     with pytest.raises(UncoveredError, match=message):

@@ -120,7 +120,8 @@ def _parts(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], 
         without = (*args[:position], None, *args[position + 1 :]) if len(args) > position else args
         product = _bilinear(func, without, kwargs, parts)
         return product if bias is None else _sum(product, _beside_window(parts(bias), args[0].ndim, name))
-    if name not in LINEAR | JOINING | ADDING:
+    pads_zeros = name == "pad" and not (args[3] if len(args) > 3 else kwargs.get("value"))
+    if name not in LINEAR | JOINING | ADDING and not pads_zeros:
         raise _Unknown
     result = _linear(name, func, args, kwargs, parts)
     return (result[0], -result[1]) if name in ADJOINT else result

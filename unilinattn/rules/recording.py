@@ -125,11 +125,11 @@ class Recording(TorchFunctionMode):
             is_constant = id(tensor) in self._constants or isinstance(tensor, nn.Parameter)
             if id(tensor) in self._nodes or is_constant:
                 continue
-            if bool(tensor.any()):
-                self._enter(Node("attribute", None, (), {}, tensor, "factor"))
-            else:
-                # Zeros, such as a first state, hold no tokens.
+            if _is_zero(tensor):
+                # A first state, for instance, holds no tokens.
                 self._keep(tensor)
+            else:
+                self._enter(Node("attribute", None, (), {}, tensor, "factor"))
         named, resolved = mapped((args, kwargs), self._resolve)
         if name in LIKE:
             # Of the other arguments only the shape or the dtype matters.
@@ -239,6 +239,12 @@ class Recording(TorchFunctionMode):
     def _keep(self, result: Any) -> None:
         for tensor in tensors(result):
             self._constants[id(tensor)] = tensor
+
+
+def _is_zero(tensor: Tensor) -> bool:
+    """Tell whether all numbers are zero; those that are unknown, inside of `vmap` or without data, may be others."""
+    is_unknown = tensor.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return not is_unknown and not bool(tensor.any())
 
 
 def _nodes_in(value: Any) -> Iterator[Node]:
