@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tests.rules.modules import GlobalToken
 from tests.rules.test_recorded import LIMIT, draw, operator
 from unilinattn.architectures.recorded import recorded
 from unilinattn.call import Call
@@ -89,6 +90,28 @@ def windows(x: Tensor) -> Tensor:
     return functional.unfold(image, 2, dilation=2, padding=1)[..., :LENGTH].mT
 
 
+def scanned_in_pairs(x: Tensor) -> Tensor:
+    """A recurrence as the associative scans of packages compute it, with the channels in the batch."""
+
+    def scan(gate: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        if value.shape[1] < 2:
+            return gate, value
+        later = gate[:, 1::2]
+        odd = scan(gate[:, :-1:2] * later, later * value[:, :-1:2] + value[:, 1::2])
+        gates, values = (x[:, : x.shape[1] - 1 + value.shape[1] % 2] for x in odd)
+        even = gates * gate[:, 2::2], gate[:, 2::2] * values + value[:, 2::2]
+        both = zip((gate, value), even, odd, strict=True)
+        return tuple(interleaved(torch.cat([x[:, :1], y], 1), z) for x, y, z in both)  # type: ignore[return-value]
+
+    def interleaved(even: Tensor, odd: Tensor) -> Tensor:
+        length = even.shape[1] + odd.shape[1]
+        padded = functional.pad(odd, (0, 0, 0, 0, 0, even.shape[1] - odd.shape[1]))
+        return torch.stack([even, padded], 2).flatten(1, 2)[:, :length]
+
+    rows = x.mT.reshape(-1, x.shape[1], 1, 1)
+    return scan(torch.sigmoid(rows), rows)[1].view(x.mT.shape).mT
+
+
 FUNCTIONS: dict[str, tuple[Step, int]] = {
     "einsum of three operands": (three_operands, WIDTH),
     "einsum without a result": (implicit_result, WIDTH),
@@ -99,6 +122,7 @@ FUNCTIONS: dict[str, tuple[Step, int]] = {
     "several kernels for a channel": (by_einsum, 2 * WIDTH),
     "complex Fourier transforms": (complex_inverse, WIDTH),
     "windows of an image": (windows, 4 * WIDTH),
+    "a scan in pairs": (scanned_in_pairs, WIDTH),
 }
 
 
@@ -132,7 +156,7 @@ def faded(x: Tensor, gate: Tensor) -> Tensor:
 
 def test_functions_of_torchscript_are_seen_and_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     module, x = Stepped(lambda x: faded(x, torch.sigmoid(x)), WIDTH), draw(2, LENGTH, WIDTH)
-    script, later = faded, torch.jit.script(faded._torchdynamo_inline)
+    script, later = faded, torch.jit.script(vars(faded)["_torchdynamo_inline"])
     # The first call may load modules, after which they are searched again.
     for _ in range(2):
         assert operator(module, x).reconstruction_error() < LIMIT and faded is script
@@ -140,6 +164,11 @@ def test_functions_of_torchscript_are_seen_and_restored(monkeypatch: pytest.Monk
     monkeypatch.setitem(globals(), "later", later)
     module = Stepped(lambda x: globals()["later"](x, torch.sigmoid(x)), WIDTH)
     assert operator(module, x).reconstruction_error() < LIMIT
+
+
+def test_one_token_that_hundreds_read_is_mixed_by_one_matrix() -> None:
+    op = operator(GlobalToken(), draw(2, 300, WIDTH))
+    assert op.reconstruction_error() < LIMIT
 
 
 def twice(x: Tensor) -> Tensor:

@@ -8,8 +8,9 @@ from torch.nn import functional
 from unilinattn.errors import UncoveredError
 from unilinattn.rules.compilation import Compilation, is_carried, rule
 from unilinattn.rules.functions import HOMOGENEOUS, MOVING, SAME, SLOPES
-from unilinattn.rules.layout import Carried, added
+from unilinattn.rules.layout import Carried
 from unilinattn.rules.recording import Node
+from unilinattn.rules.regrouping import summed
 from unilinattn.rules.slopes import frozen_slope
 from unilinattn.rules.windows import windows
 
@@ -87,7 +88,7 @@ def subtract_from(run: Compilation, node: Node, x: Any, other: Any, *, alpha: in
 def interpolate(run: Compilation, node: Node, x: Any, end: Any, weight: Any) -> Carried:
     """Add two carried tensors with frozen weights."""
     weight = torch.as_tensor(run.number(weight))
-    return added(run.scaled(run.value(x), 1 - weight, "gate"), run.scaled(run.value(end), weight, "gate"))
+    return summed(run.scaled(run.value(x), 1 - weight, "gate"), run.scaled(run.value(end), weight, "gate"))
 
 
 @rule("mul", "multiply")
@@ -102,7 +103,7 @@ def multiply(run: Compilation, node: Node, x: Any, other: Any) -> Carried:
     if first == second:
         # Neither is the gate of the other: each gets half of the product.
         halves = (run.scaled(run.value(a), b.value.detach() / 2, "gate") for a, b in ((x, other), (other, x)))
-        return added(*halves)
+        return summed(*halves)
     value, factor = (other, x) if first < second else (x, other)
     return run.scaled(run.value(value), factor, "gate")
 
@@ -117,7 +118,7 @@ def add_product(run: Compilation, node: Node, x: Any, one: Any, two: Any, *, val
     if not is_carried(x):
         return run.shifted(total, x)
     term = run.value(x)
-    return added(total.moved(total.index.expand(node.value.shape)), term.moved(term.index.expand(node.value.shape)))
+    return summed(total.moved(total.index.expand(node.value.shape)), term.moved(term.index.expand(node.value.shape)))
 
 
 @rule("div", "divide", "true_divide")
@@ -148,7 +149,7 @@ def where(run: Compilation, node: Node, mask: Any, x: Any, other: Any) -> Carrie
             terms.append(run.scaled(term.moved(term.index.expand(node.value.shape)), selected, "gate"))
         else:
             constants.append(value if isinstance(value, Node) else selected * value)
-    total = terms[0] if len(terms) == 1 else added(*terms)
+    total = terms[0] if len(terms) == 1 else summed(*terms)
     return run.shifted(total, constants[0]) if constants else total
 
 
@@ -170,5 +171,5 @@ def _sum(run: Compilation, node: Node, *terms: tuple[Any, int | float]) -> Carri
             carried.append(term.moved(term.index.expand(node.value.shape)))
         else:
             constants.append(value if isinstance(value, Node) else value * factor)
-    total = carried[0] if len(carried) == 1 else added(*carried)
+    total = carried[0] if len(carried) == 1 else summed(*carried)
     return run.shifted(total, constants[0]) if constants else total

@@ -4,6 +4,7 @@ An axis of channels that becomes one of tokens, as in the shuffle of channels to
 becomes one of channels, as in the merging of patches, are sums of selections, which are exact.
 """
 
+from contextlib import suppress
 from functools import reduce
 
 import torch
@@ -14,6 +15,32 @@ from unilinattn.rules.layout import Carried, added
 
 SELECTIONS = 256
 """Largest number of selections that are added."""
+
+
+def summed(first: Carried, second: Carried) -> Carried:
+    """Return the sum of two carried tensors of one shape, whatever their layouts.
+
+    Of one token in two places, for instance, two tokens are joined, and their axis may have been taken for channels.
+    Raises `UncoveredError` if the axes that are tokens in one are neither tokens nor channels in the other.
+    """
+    try:
+        return added(first, second)
+    except UncoveredError:
+        for carried, other in ((first, second), (second, first)):
+            with suppress(UncoveredError):
+                return added(_like(carried, other), other)
+        raise
+
+
+def _like(carried: Carried, other: Carried) -> Carried:
+    """Return a tensor with the tokens and channels along the axes where another one has them."""
+    split = [axis for axes in other.layout.split for axis in axes]
+    shape = [size for size, _ in split]
+    order = sorted(range(len(split)), key=lambda axis: not split[axis][1])
+    rows = sum(is_row for _, is_row in split)
+    value = by_row(carried.moved(carried.index.reshape(shape).permute(order)), rows)
+    back = [order.index(axis) for axis in range(len(order))]
+    return value.moved(value.index.permute(back).reshape(carried.index.shape))
 
 
 def by_row(carried: Carried, rows: int) -> Carried:

@@ -15,9 +15,9 @@ from unilinattn.mixers import Gather
 from unilinattn.operator.stages import Matrix, Mix
 from unilinattn.rules.compilation import Compilation, is_carried, rule
 from unilinattn.rules.contraction import Product, contracted
-from unilinattn.rules.layout import Carried, added
+from unilinattn.rules.layout import Carried
 from unilinattn.rules.recording import Node
-from unilinattn.rules.regrouping import by_row
+from unilinattn.rules.regrouping import by_row, summed
 
 TAPS = 128
 """Largest number of taps of a convolution that is written as a sum of shifted copies."""
@@ -126,7 +126,7 @@ def largest(run: Compilation, node: Node, x: Any, dim: Any = None, keepdim: bool
     entries = torch.arange(point.shape[axis]).split(1)
     taps = (carried.moved(carried.index.index_select(axis, entry.to(best.device))) for entry in entries)
     terms = (run.scaled(tap, (best == number).to(run.like), "gate") for number, tap in enumerate(taps))
-    total = reduce(added, terms)
+    total = reduce(summed, terms)
     return total.moved(total.index.reshape(node.value.shape))
 
 
@@ -175,7 +175,7 @@ def write(run: Compilation, node: Node, target: Any, place: Any, value: Any) -> 
             terms.append(_placed(run.value(value), keys, shape))
         else:
             raise UncoveredError("values of the tokens are written at places that are slices and numbers at once")
-    total = terms[0] if len(terms) == 1 else added(*terms)
+    total = terms[0] if len(terms) == 1 else summed(*terms)
     for other, here in ((target, ~written), (value, written)):
         if not is_carried(other):
             total = run.shifted(total, other if isinstance(other, Node) else _constant(other, here, keys, shape))
@@ -264,7 +264,7 @@ def _joined(
     if len(terms) == len(tensors) and all(term.chains is terms[0][0].chains for term, _, _ in terms):
         return terms[0][0].moved(join([term.index for term, _, _ in terms], axis))
     rows = any(axis in term.layout.row_axes for term, _, _ in terms)
-    sum_ = reduce(added, (padded(term, axis, before, after, of_tokens=rows) for term, before, after in terms))
+    sum_ = reduce(summed, (padded(term, axis, before, after, of_tokens=rows) for term, before, after in terms))
     return run.shifted(sum_, join([c.to(run.like) for c in constants], axis))
 
 
@@ -295,7 +295,7 @@ class _Window:
     def sum(self, carried: Carried, tap: Tap) -> Carried:
         """Add the terms of all places."""
         places = product(*(range(size) for size in self._kernel))
-        return reduce(added, (tap(self._moved(carried, place), place) for place in places))
+        return reduce(summed, (tap(self._moved(carried, place), place) for place in places))
 
     def counts(self, size: Sequence[int]) -> Int[Tensor, "*out"]:
         """Return the number of tokens in each window of tokens along axes of `size`."""
