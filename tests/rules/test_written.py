@@ -20,11 +20,9 @@ QUICK = ("gpt2", "bert", "mamba", "mamba2", "qwen3 next", "s4d")
 OTHERWISE = {
     "RwkvFeedForward": "its token shift is one gather for all channels",
     "RwkvSelfAttention": "its token shift is one gather for all channels",
-    "RecurrentGemmaRecurrentBlock": "each of its two branches may be the gate of the other",
     "xLSTMLayer": "the steps of its loop are several cores",
     "MiniMaxLightningAttention": "of the two products of its chunks another factor is frozen",
     "Lfm2ShortConv": "each of its two gates may be the value of the other",
-    "GSS": "each of its two branches may be the gate of the other",
     "H3": "each of its three projections may be the gate of the others",
     "Hyena": "each of its projections may be the gate of the others",
     "MultiHyena": "each of its projections may be the gate of the others",
@@ -32,10 +30,10 @@ OTHERWISE = {
 }
 """Modules that recording decomposes exactly, but in another way than their adapter."""
 
-REFUSED = {
-    "BiMamba": "",
-    "S5": "",
-}
+UNROLLED = ("RecurrentGemmaRecurrentBlock", "BiMamba")
+"""Modules with a loop over tokens, whose steps are recorded as terms of a sum."""
+
+REFUSED = {"S5": "'matmul' is applied to complex numbers that depend on the tokens"}
 """Modules that recording refuses, with the reason; their adapters know more."""
 
 FIRST = {host.architecture: host.name for host in reversed(every()) if host.architecture != UNREGISTERED}
@@ -77,6 +75,8 @@ def test_a_recorded_operator_equals_the_written_one(name: str) -> None:
             x = torch.randn(layer.input.shape, generator=torch.Generator().manual_seed(0)).double()
             both = [op.apply({op.ports[0]: x}, bias=False) for op in (operator, written)]
             assert relative_error(*both) < 1e-12
+            if module in UNROLLED:
+                continue
             assert cores(operator) == cores(written)
             maps = [op.matrix("core", heads=None).flatten(1) for op in (operator, written)]
             assert relative_error(*maps) < 1e-12

@@ -6,6 +6,7 @@ import torch
 from torch.nn import functional
 
 from unilinattn.errors import UncoveredError
+from unilinattn.operator.stages import Mix, walk
 from unilinattn.rules.compilation import Compilation, is_carried, rule
 from unilinattn.rules.functions import HOMOGENEOUS, MOVING, SAME, SLOPES
 from unilinattn.rules.layout import Carried
@@ -93,7 +94,10 @@ def interpolate(run: Compilation, node: Node, x: Any, end: Any, weight: Any) -> 
 
 @rule("mul", "multiply")
 def multiply(run: Compilation, node: Node, x: Any, other: Any) -> Carried:
-    """Multiply by a frozen factor: of two carried ones the smaller is frozen, else the activated one."""
+    """Multiply by a frozen factor: of two carried ones the smaller, the activated one, or the one that mixes nothing.
+
+    Two that agree in all three are each other's gate: each gets half of the product.
+    """
     if x is other:
         return run.scaled(run.value(x), x, "gate")
     if not (is_carried(x) and is_carried(other)):
@@ -101,11 +105,17 @@ def multiply(run: Compilation, node: Node, x: Any, other: Any) -> Carried:
         return run.scaled(run.value(value), factor, "gate")
     first, second = ((operand.value.numel(), -operand.rank) for operand in (x, other))
     if first == second:
-        # Neither is the gate of the other: each gets half of the product.
+        first, second = (_mixes(run.value(operand)) for operand in (x, other))
+    if first == second:
         halves = (run.scaled(run.value(a), b.value.detach() / 2, "gate") for a, b in ((x, other), (other, x)))
         return summed(*halves)
     value, factor = (other, x) if first < second else (x, other)
     return run.scaled(run.value(value), factor, "gate")
+
+
+def _mixes(carried: Carried) -> bool:
+    """Tell whether the stages mix tokens; those of a gate usually act on each token by itself."""
+    return any(isinstance(stage, Mix) for chain in carried.chains.values() for stage in walk(chain))
 
 
 @rule("addcmul")
