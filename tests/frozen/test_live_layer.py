@@ -22,11 +22,11 @@ from tests.hosts import STRUCTURES, every, of_turn, tables
 from tests.shared import exact_trace
 from unilinattn.errors import UncoveredError
 from unilinattn.frozen import passes
-from unilinattn.frozen.freezing import Freezing, carried
 from unilinattn.frozen.layers import frozen_output
 from unilinattn.frozen.run import frozen
 from unilinattn.frozen.shares import Shares
 from unilinattn.mixers import DiagonalDecay
+from unilinattn.rules.freezing import Freezing, carried
 from unilinattn.testing import Host, promoted
 
 QUICK = (

@@ -21,10 +21,10 @@ from tests.frozen.detached import (
 from tests.hosts import cases, tables
 from tests.shared import exact_trace
 from unilinattn.errors import ExactnessError, UncoveredError
-from unilinattn.frozen import freezing
-from unilinattn.frozen.forms import as_source
-from unilinattn.frozen.freezing import Freezing
 from unilinattn.frozen.run import frozen
+from unilinattn.rules import freezing
+from unilinattn.rules.forms import as_source
+from unilinattn.rules.freezing import Freezing
 from unilinattn.testing import Host, promoted
 
 HOSTS = [case for name, table in tables().items() for case in cases(table, prefix=f"{name}/", turn=1)]

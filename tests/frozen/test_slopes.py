@@ -9,9 +9,9 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from unilinattn.frozen.forms import FORMS
-from unilinattn.frozen.freezing import Freezing
 from unilinattn.frozen.run import frozen
+from unilinattn.rules.forms import FORMS
+from unilinattn.rules.freezing import Freezing
 from unilinattn.testing import relative_error, tolerance
 from unilinattn.tracing.trace import trace
 

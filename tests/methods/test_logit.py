@@ -12,8 +12,8 @@ from tests.methods.hosts import HOSTS, inputs, traced
 from unilinattn.errors import ExactnessError, ExactnessWarning, InputError, OptionError
 from unilinattn.examples import TASKS, load
 from unilinattn.examples.tasks import HELD_OUT_SEED
-from unilinattn.frozen import freezing
-from unilinattn.frozen.forms import as_source
+from unilinattn.rules import freezing
+from unilinattn.rules.forms import as_source
 
 SIDES = ("none", "left")
 

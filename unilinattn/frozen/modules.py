@@ -10,8 +10,8 @@ from torch.autograd import forward_ad
 from unilinattn.call.exactness import tolerance
 from unilinattn.call.nested import mapped, tensors
 from unilinattn.errors import ExactnessError
-from unilinattn.frozen.freezing import carried
 from unilinattn.registry import PlainForm
+from unilinattn.rules.freezing import carried
 from unilinattn.tracing.trust import precision_of
 
 

@@ -15,7 +15,6 @@ from unilinattn.call.axes import as_tokens, in_shape
 from unilinattn.call.exactness import layer_tolerance
 from unilinattn.call.nested import mapped, tensors
 from unilinattn.errors import UncoveredError
-from unilinattn.frozen.freezing import Freezing
 from unilinattn.frozen.layers import frozen_output, live_output, unmapped
 from unilinattn.frozen.modules import plain_output
 from unilinattn.frozen.shares import Stream
@@ -26,6 +25,7 @@ from unilinattn.host.recomputation import captures
 from unilinattn.host.recorder import MAIN, main_tensor
 from unilinattn.host.run import run
 from unilinattn.registry import architecture_of, plain_form_of
+from unilinattn.rules.freezing import Freezing
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.lookups import TokenIds
 from unilinattn.tracing.token_source import Source

@@ -49,7 +49,7 @@ class FrozenRun:
     """One run of a traced host in which every factor that the input decided is a constant.
 
     Each traced layer is its operator: its value is the recorded output, its gradient `op.adjoint`. The code between
-    the layers runs by the rules of `frozen.freezing`. The output is then an affine map of the tokens' embeddings: a
+    the layers runs by the rules of `rules.freezing`. The output is then an affine map of the tokens' embeddings: a
     token's share is its gradient times its embedding, and the bias is the tangent of the constants that were added.
     The tokens of inputs without ids are the vectors that enter the first block.
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import functional
 
-from unilinattn.frozen.freezing import Freezing
+from unilinattn.rules.freezing import Freezing
 
 ROWS = torch.linspace(-2, 2, 12, dtype=torch.float64).reshape(1, 3, 4)
 

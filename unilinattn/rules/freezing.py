@@ -18,8 +18,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from unilinattn.call.nested import mapped, tensors
 from unilinattn.errors import UncoveredError
-from unilinattn.frozen.forms import FORMS, as_source, linear_in
 from unilinattn.mixers.base import checked_factors
+from unilinattn.rules.forms import FORMS, as_source, linear_in
 from unilinattn.rules.functions import (
     AFFINE,
     CASTS,

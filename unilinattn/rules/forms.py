@@ -1,4 +1,4 @@
-"""Frozen forms of norms and attention for `frozen.freezing`; their signatures are those of torch's functions."""
+"""Frozen forms of norms and attention for `rules.freezing`; their signatures are those of torch's functions."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
