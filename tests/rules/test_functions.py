@@ -14,7 +14,7 @@ from unilinattn.call import Call
 from unilinattn.errors import UncoveredError
 from unilinattn.host.inputs import bound_arguments
 from unilinattn.mixers import Toeplitz
-from unilinattn.operator.stages import Mix, walk
+from unilinattn.operator.stages import WHOLE, Mix, walk
 from unilinattn.testing import relative_error
 
 WIDTH, LENGTH = 16, 7
@@ -194,12 +194,16 @@ def at_slices_and_numbers(x: Tensor) -> Tensor:
     [
         (twice, "written twice at one place"),
         (into_another_sequence, "of a sequence are written into another sequence"),
-        (at_slices_and_numbers, "slices and numbers at once"),
     ],
 )
 def test_writes_that_are_no_gather_of_a_sequence_are_refused(step: Step, message: str) -> None:
     with pytest.raises(UncoveredError, match=message):
         operator(Stepped(step, WIDTH), draw(2, LENGTH, WIDTH))
+
+
+def test_a_write_without_a_rule_makes_one_stage() -> None:
+    op = operator(Stepped(at_slices_and_numbers, WIDTH), draw(2, LENGTH, WIDTH))
+    assert [stage.role for stage in op.chains["x"]] == [WHOLE] and op.reconstruction_error() < LIMIT
 
 
 class Joined(nn.Module):

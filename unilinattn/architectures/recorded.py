@@ -20,10 +20,15 @@ from unilinattn.call.nested import mapped, tensors
 from unilinattn.errors import UncoveredError
 from unilinattn.mixers import Gather
 from unilinattn.operator.flow import Flow
-from unilinattn.operator.stages import Matrix
+from unilinattn.operator.scopes import has_core, scoped
+from unilinattn.operator.stages import Chain, Matrix, channel_groups, walk
 from unilinattn.registry import register_architecture, visible_functions
 from unilinattn.rules.chains import chains_of
+from unilinattn.rules.frozen_module import frozen_module
 from unilinattn.rules.recording import Recording
+
+MANY = 64
+"""Largest number of stages that a module without a map takes, rather than one."""
 
 RANDOM = 0.1
 """Least relative difference of two outputs for one input by which a module is no function of it, in any dtype."""
@@ -127,18 +132,23 @@ def recorded_stages(call: Call) -> Flow:
             f"{_named(call)}: it computes gradients while it runs, such as those of a memory that learns from its "
             "tokens, and what these move from token to token is not recorded, so it has no operator."
         )
-    output = next((t for t in tensors(returned) if t.is_floating_point() and t.ndim >= 2), None)
+    output = _main(returned)
     node = recording.node(output)
     if output is None or node is None:
         raise UncoveredError(f"{_named(call)}: its output does not depend on its inputs by functions of torch.")
+    chains: Mapping[str, Chain] | None = None
     try:
         chains = chains_of(node, call.input, call.axes, transposed=transposed)
+        reason = _without_map(chains, call.input)
     # A function may have arguments of a kind that its rule does not expect.
     except Exception as error:
-        reason = error if isinstance(error, UncoveredError) else f"its functions are no stages ({error})"
-        raise UncoveredError(f"{_named(call)}: {reason}.") from error
+        reason = str(error) if isinstance(error, UncoveredError) else f"its functions are no stages ({error})"
+    if reason is not None:
+        chains = _whole(call, module, arguments, inputs, factors, reason, transposed=transposed) or chains
+    if chains is None:
+        raise UncoveredError(f"{_named(call)}: {reason}.")
     flow = _flow(call, chains, inputs, transposed=transposed)
-    expected = _as_tokens(output, transposed=transposed and output.ndim == 3, axis=call.axes.output)
+    expected = _output(call, output, transposed=transposed)
     with torch.no_grad():
         missed = relative_error(flow.value.reshape(1, -1), expected.reshape(1, -1))
     if not missed <= layer_tolerance(call.input.dtype):
@@ -156,18 +166,72 @@ def recorded_stages(call: Call) -> Flow:
     return flow
 
 
+def _without_map(chains: Mapping[str, Chain], x: Tensor) -> str | None:
+    """Return why a loop over tokens is better one stage than many: these take longer, and give no map either."""
+    count = sum(1 for chain in chains.values() for _ in walk(chain))
+    cores = (scoped(chain, "core", x.shape[-1])[0] for chain in chains.values() if has_core(chain))
+    if count <= MANY or any(channel_groups(core) is not None for core in cores):
+        return None
+    return f"its code has {count} steps, as a loop over tokens has, and they mix channels"
+
+
+def _whole(
+    call: Call,
+    module: nn.Module,
+    arguments: Mapping[str, Any],
+    inputs: Mapping[str, Tensor],
+    factors: Any,
+    reason: str,
+    *,
+    transposed: bool,
+) -> Mapping[str, Chain] | None:
+    """Return the module as one stage from each input, None if its functions have no rules or derivatives."""
+    vectors = {port: _vectors(call, inputs, port, transposed=transposed) for port in inputs}
+    ports = {id(value): port for port, value in inputs.items()}
+
+    def compute(values: Mapping[str, Tensor]) -> Tensor | None:
+        def entered(tensor: Tensor) -> Tensor:
+            port = ports.get(id(tensor))
+            if port is None:
+                return tensor
+            value = values[port].transpose(0, 1) if transposed else values[port]
+            return in_shape(value, tensor.shape, call.axes.inputs)
+
+        positional, named = _positional(module, {name: mapped(value, entered) for name, value in arguments.items()})
+        with without_script(module):
+            output = _main(module.forward(*positional, **named))
+        return None if output is None else _output(call, output, transposed=transposed)
+
+    try:
+        return frozen_module(module, vectors, compute, factors, reason)
+    # A host may raise any error, and the one of its functions tells more.
+    except Exception:
+        return None
+
+
+def _main(returned: Any) -> Tensor | None:
+    """Return the first tensor of vectors that a module returned."""
+    return next((t for t in tensors(returned) if t.is_floating_point() and t.ndim >= 2), None)
+
+
+def _vectors(call: Call, inputs: Mapping[str, Tensor], port: str, *, transposed: bool) -> Tensor:
+    """Return the vectors of a port, (batch, token, channel)."""
+    return (
+        call.input if port == "x" else _as_tokens(inputs[port].detach(), transposed=transposed, axis=call.axes.inputs)
+    )
+
+
+def _output(call: Call, output: Tensor, *, transposed: bool) -> Tensor:
+    return _as_tokens(output, transposed=transposed and output.ndim == 3, axis=call.axes.output)
+
+
 def _flow(call: Call, chains: Mapping[str, Any], inputs: Mapping[str, Tensor], *, transposed: bool) -> Flow:
     """Return the flow of the chains from each port, which are summed."""
     flow: Flow | None = None
     # The port whose tokens are mixed comes first: methods read its map.
     ports = sorted(chains, key=lambda port: not any(stage.mixes for stage in chains[port]))
     for port, chain in ((port, chains[port]) for port in ports):
-        x = (
-            call.input
-            if port == "x"
-            else _as_tokens(inputs[port].detach(), transposed=transposed, axis=call.axes.inputs)
-        )
-        branch = Flow(x, port=port)
+        branch = Flow(_vectors(call, inputs, port, transposed=transposed), port=port)
         for stage in chain:
             branch.stage(stage)
         flow = branch if flow is None else flow.merge(branch)

@@ -141,6 +141,9 @@ def core_mixers(layer: Layer) -> list[CoreMixer]:
     """Return the parallel cores of a layer; raise `UncoveredError` for cores in series and complex ones."""
     op = only_port(layer)
     mixers = _parallel(op.chains[op.ports[0]], layer.name)
+    if not mixers:
+        # Raises the reason for which there is no map.
+        op.scoped_map(port=op.ports[0])
     if any(mixer.is_complex for mixer in mixers):
         raise UncoveredError(
             f"{layer.name} ({layer.kind}): its attention matrices are complex, and a gradient with respect to them has "

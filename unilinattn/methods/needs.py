@@ -98,6 +98,11 @@ def _contributions(call: Call) -> None:
         next(contribution_tiles((layer,), (1.0,), query_rows(call.trace, layer)[:, -1:], "exact"))
 
 
+def _maps(call: Call) -> None:
+    for layer in call.selected():
+        layer.operator.scoped_map()
+
+
 def _matrices(call: Call) -> None:
     for layer in call.selected():
         core_mixers(layer)
@@ -149,6 +154,7 @@ TRIALS: Mapping[Need, Callable[[Call], object]] = MappingProxyType(
         "composition": _composition,
         "residual": _residual,
         "contributions": _contributions,
+        "maps": _maps,
         "matrices": _matrices,
         "gradients": _gradients,
         "frozen run": partial(_frozen, "freeze"),

@@ -17,6 +17,7 @@ from unilinattn.operator.reconstruction import worst_error
 from unilinattn.operator.scopes import ScopedMap, check_scope, has_core, scoped
 from unilinattn.operator.selection import Heads, Rows, check_input, checked_inputs, checked_rows
 from unilinattn.operator.stages import (
+    WHOLE,
     Branch,
     Chain,
     Matrix,
@@ -266,6 +267,12 @@ class MixerOperator:
             # A port may only add to the output, such as the queries' stream of a cross-attention with a residual.
             port = next((name for name, chain in self.chains.items() if has_core(chain)), None)
         whole, x = self._port(port)
+        single = next((stage for stage in walk(whole) if stage.role == WHOLE), None)
+        if single is not None:
+            raise UncoveredError(
+                f"{self.name} is one stage as a whole, so no matrix of numbers mixes its tokens "
+                f"({getattr(single, 'reason', WHOLE)}): use `contributions`, or a method that reads its vectors."
+            )
         chain, channels = scoped(whole, scope, x.shape[2])
         groups = channel_groups(chain)
         if groups is None:

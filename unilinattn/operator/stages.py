@@ -22,7 +22,10 @@ from unilinattn.mixers.base import check_factors
 from unilinattn.operator.carry import current_carry
 from unilinattn.operator.deferred import Deferred
 
-ROLES = ("input", "shift", "conv", "act", "core", "skip", "gate", "norm", "output")
+WHOLE = "module"
+"""The role of a module that is one stage (see `rules.frozen_module`)."""
+
+ROLES = ("input", "shift", "conv", "act", "core", "skip", "gate", "norm", "output", WHOLE)
 """Roles of stages; scopes are defined by them."""
 
 

@@ -15,6 +15,7 @@ Need = Literal[
     "composition",
     "residual",
     "contributions",
+    "maps",
     "matrices",
     "gradients",
     "frozen run",

@@ -30,7 +30,7 @@ class Raw(MapOptions, Composable):
     """
 
     question = QUESTION
-    needs = ("layers",)
+    needs = ("layers", "maps")
 
     @model_validator(mode="after")
     def _each_head(self) -> Self:
@@ -70,4 +70,4 @@ class Rollout(MapOptions, Composed):
     """
 
     question = QUESTION
-    needs = ("composition",)
+    needs = ("composition", "maps")

@@ -63,7 +63,7 @@ class Attribution(ScalarOptions, MapOptions, Composed):
     """
 
     question = QUESTION
-    needs = ("logit", "composition", "gradients")
+    needs = ("logit", "composition", "maps", "gradients")
 
     sign: Sign = Field(
         default="clamp", description="negative products of gradient and map kept, set to zero, or made positive"

@@ -1,6 +1,7 @@
 """`Compilation`: the stages that compute a recorded tensor from a module's inputs, read from its functions."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,17 +9,18 @@ from torch import Tensor
 
 from unilinattn.call.functions import meaning_of
 from unilinattn.errors import UncoveredError
-from unilinattn.operator.stages import Scale
+from unilinattn.operator.stages import Branch, Chain, Scale, run_adjoint
 from unilinattn.rules.functions import RECURRENT
 from unilinattn.rules.layout import Carried, whole
 from unilinattn.rules.mixing_functions import MixingFunction
 from unilinattn.rules.recording import Node
+from unilinattn.rules.values import Operand, Token
 
 Rule = Callable[..., Carried]
 """Returns the stages of a function's result: `rule(compilation, node, *args, **kwargs)` with its arguments."""
 
-MOST = 2000
-"""Largest number of functions between a module's output and its inputs."""
+MOST = 512
+"""Largest number of stages, counted wherever they recur: each state of a loop contains the stages of earlier ones."""
 
 MIXING = "a mixing function"
 """The name of the rule of all mixing functions."""
@@ -36,6 +38,10 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
     return decorate
 
 
+class LoopError(UncoveredError):
+    """A module takes too many stages."""
+
+
 class Compilation:
     """The stages of the tensors of one recorded run, each compiled when it is first asked for.
 
@@ -51,6 +57,7 @@ class Compilation:
     def __init__(self, like: Tensor, axis: int, *, transposed: bool) -> None:
         self.like, self._axis, self._transposed = like.new_empty(0), axis, transposed
         self._values: dict[int, Carried] = {}
+        self._counts: dict[Branch, int] = {}
 
     def value(self, node: Any) -> Carried:
         """Return the stages of a carried tensor; raise `UncoveredError` with the reason if it has none."""
@@ -58,12 +65,22 @@ class Compilation:
             name = f"the output of {node.name!r}" if isinstance(node, Node) else "a constant"
             raise UncoveredError(f"{name} takes the place of values of the tokens")
         if id(node) not in self._values:
-            if len(self._values) > MOST:
-                raise UncoveredError(
-                    f"it computes the values of the tokens by more than {MOST} functions, as a loop over tokens does"
-                )
-            self._values[id(node)] = self._compiled(node)
+            carried = self._values[id(node)] = self._compiled(node)
+            if sum(map(self._count, carried.chains.values())) > MOST:
+                raise LoopError(f"it takes more than {MOST} stages, as a loop over tokens does")
         return self._values[id(node)]
+
+    def _count(self, chain: Chain) -> int:
+        """Return the number of stages of a chain, those inside of branches too."""
+        total = 0
+        for stage in chain:
+            if isinstance(stage, Branch):
+                if stage not in self._counts:
+                    self._counts[stage] = 1 + sum(map(self._count, stage.chains))
+                total += self._counts[stage]
+            else:
+                total += 1
+        return total
 
     def _compiled(self, node: Node) -> Carried:
         if node.name == "input":
@@ -100,6 +117,24 @@ class Compilation:
             return type(value)(self.number(entry) for entry in value)
         # Later changes of the model's weights do not reach the operator.
         return value.detach().clone() if isinstance(value, Tensor) else value
+
+    def operand(self, node: Node, summed: tuple[int, ...] = ()) -> Operand:
+        """Return a carried tensor as an operand of a product that sums over some of its axes."""
+        return Operand(node.rank, node.value.shape, summed, partial(self._tokens, node))
+
+    def _tokens(self, node: Node, element: int) -> frozenset[Token]:
+        """Return the tokens that an element of a carried tensor comes from, none if a function has no rule."""
+        try:
+            carried = self.value(node)
+        except LoopError:
+            raise
+        except UncoveredError:
+            return frozenset()
+        position = int(carried.index.flatten()[element])
+        unit = self.like.new_zeros(carried.shape)
+        unit.view(-1)[max(position, 0)] = float(position >= 0)
+        images = ((port, run_adjoint(chain, unit).abs().sum(2).nonzero()) for port, chain in carried.chains.items())
+        return frozenset((port, *token) for port, image in images for token in image.tolist())
 
     def scaled(self, carried: Carried, factor: Any, role: str) -> Carried:
         """Multiply a carried tensor by a frozen factor that is broadcast to its shape."""

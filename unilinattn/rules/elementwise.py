@@ -1,18 +1,19 @@
 """Rules of functions that move elements, and of those that act on each element."""
 
+from functools import reduce
 from typing import Any
 
 import torch
 from torch.nn import functional
 
 from unilinattn.errors import UncoveredError
-from unilinattn.operator.stages import Mix, walk
 from unilinattn.rules.compilation import Compilation, is_carried, rule
 from unilinattn.rules.functions import HOMOGENEOUS, MOVING, SAME, SLOPES
 from unilinattn.rules.layout import Carried
 from unilinattn.rules.recording import Node
 from unilinattn.rules.regrouping import summed
 from unilinattn.rules.slopes import frozen_slope
+from unilinattn.rules.values import factor_values
 from unilinattn.rules.windows import windows
 
 
@@ -94,28 +95,16 @@ def interpolate(run: Compilation, node: Node, x: Any, end: Any, weight: Any) -> 
 
 @rule("mul", "multiply")
 def multiply(run: Compilation, node: Node, x: Any, other: Any) -> Carried:
-    """Multiply by a frozen factor: of two carried ones the smaller, the activated one, or the one that mixes nothing.
-
-    Two that agree in all three are each other's gate: each gets half of the product.
-    """
+    """Multiply by a frozen factor: of two carried operands one that is no value, or by halves (see `factor_values`)."""
     if x is other:
         return run.scaled(run.value(x), x, "gate")
     if not (is_carried(x) and is_carried(other)):
         value, factor = (x, other) if is_carried(x) else (other, x)
         return run.scaled(run.value(value), factor, "gate")
-    first, second = ((operand.value.numel(), -operand.rank) for operand in (x, other))
-    if first == second:
-        first, second = (_mixes(run.value(operand)) for operand in (x, other))
-    if first == second:
-        halves = (run.scaled(run.value(a), b.value.detach() / 2, "gate") for a, b in ((x, other), (other, x)))
-        return summed(*halves)
-    value, factor = (other, x) if first < second else (x, other)
-    return run.scaled(run.value(value), factor, "gate")
-
-
-def _mixes(carried: Carried) -> bool:
-    """Tell whether the stages mix tokens; those of a gate usually act on each token by itself."""
-    return any(isinstance(stage, Mix) for chain in carried.chains.values() for stage in walk(chain))
+    operands = (x, other)
+    numbers = factor_values([run.operand(operand) for operand in operands])
+    terms = (run.scaled(run.value(operands[n]), operands[1 - n].value.detach() / len(numbers), "gate") for n in numbers)
+    return reduce(summed, terms)
 
 
 @rule("addcmul")

@@ -21,8 +21,8 @@ def as_source(value: Any, like: Tensor, record: Callable[[Tensor], None] | None 
 
     `record` is called with the constant, which is then a leaf of the graph.
     """
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        value = torch.as_tensor(value, dtype=like.dtype, device=like.device)
+    if isinstance(value, (int, float, complex)) and not isinstance(value, bool):
+        value = torch.as_tensor(value, dtype=torch.result_type(like, value), device=like.device)
     if not isinstance(value, Tensor) or value.requires_grad or not (value.is_floating_point() or value.is_complex()):
         return value
     value = value.detach().clone(memory_format=torch.contiguous_format)

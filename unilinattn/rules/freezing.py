@@ -232,7 +232,7 @@ class Freezing(TorchFunctionMode):
         like, both = x if carried(x) else other, carried(x) and carried(other)
         x, other = self._source(x, like), self._source(other, like)
         rank = max(self.rank(x), self.rank(other))
-        if rank and not both:
+        if rank and not both and bool(torch.as_tensor(other if like is x else x).detach().any()):
             # An activation plus a constant, such as 1 + tanh, is one with f(0) != 0.
             rank = 2
         result = self._ranked(torch.add(x, other, alpha=alpha), rank)
@@ -361,6 +361,8 @@ class Freezing(TorchFunctionMode):
         if x.numel() != other.numel():
             # A scale (batch, length, 1) of a stream (batch, length, channel) is a factor at any rank.
             frozen_first = x.numel() < other.numel()
+            # Nor is it an activation of each channel.
+            result_rank = ranks[frozen_first]
         # By the half rule a gate with f(0) != 0, such as a sigmoid, is frozen too: at zero it still passes values on.
         elif ranks[0] != ranks[1] and (not self._half or result_rank == 2):
             frozen_first = ranks[0] > ranks[1]

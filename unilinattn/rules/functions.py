@@ -14,7 +14,7 @@ LINEAR = _names("""
     flip roll real imag getitem split split_with_sizes chunk unbind narrow select index_select gather take_along_dim
     tril triu diagonal repeat_interleave masked_select tensor_split sum mean cumsum neg negative positive dropout
     dropout1d dropout2d avg_pool1d avg_pool2d adaptive_avg_pool1d adaptive_avg_pool2d interpolate unfold fold
-    nan_to_num as_strided
+    nan_to_num as_strided view_as_real view_as_complex
 """)
 """Functions that are linear in their only carried argument: shapes, casts, selections, sums, inactive dropout."""
 
@@ -45,7 +45,7 @@ CHOOSING = _names("max min amax amin maximum minimum where sort max_pool1d max_p
 """Functions that choose among their arguments, each of which is carried or a source."""
 
 JOINING = _names(
-    "cat concat concatenate stack hstack vstack index_add scatter_add index_copy index_put masked_scatter copy"
+    "cat concat concatenate stack hstack vstack complex index_add scatter_add index_copy index_put masked_scatter copy"
 )
 """Functions that add, join or write their arguments, each of which is carried or a source."""
 

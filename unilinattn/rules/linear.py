@@ -1,5 +1,6 @@
 """Rules of products and sums: over channels they are matrices, over tokens token mixers."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from unilinattn.rules.contraction import Product, contracted, equation_letters, 
 from unilinattn.rules.layout import Carried, added, with_last
 from unilinattn.rules.recording import Node
 from unilinattn.rules.spectral import real_inverse
+from unilinattn.rules.values import summed_axes, values
 
 NEW = 100
 """The letter of an axis that a carried tensor lacks."""
@@ -52,8 +54,7 @@ def einsum(run: Compilation, node: Node, equation: Any, *operands: Any) -> Carri
     terms = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], (tuple, list)) else list(operands)
     if not isinstance(equation, str):
         raise UncoveredError("einsum without an equation")
-    # Of several carried operands the last one is the value, unless another one is less activated (see `_product`).
-    number = max((n for n, term in enumerate(terms) if is_carried(term)), key=lambda n: (-terms[n].rank, n))
+    number = _value(run, "einsum", terms, (equation,))
     value, others = terms[number], [_weights(run, term) for n, term in enumerate(terms) if n != number]
     names, out = equation_letters(equation, [run.number(term).shape for term in terms])
     of_value, of_others = names[number], [x for n, x in enumerate(names) if n != number]
@@ -199,11 +200,19 @@ def _along(carried: Carried, axis: int, matrix: Tensor, result: torch.Size) -> C
 def _product(run: Compilation, node: Node, x: Any, other: Any, letters: Any) -> Carried:
     """Multiply and sum two operands with the letters of both and of the result."""
     first, second, out = letters
-    # Of two carried operands the left one has the weights, as in q @ (k @ v), unless only the right one is activated.
-    right = is_carried(other) and (not is_carried(x) or x.rank >= other.rank)
-    if right:
+    if _value(run, "matmul", (x, other)):
         return contracted(run.value(other), _weights(run, x), Product(second, first, out), node.value.shape)
     return contracted(run.value(x), _weights(run, other), Product(first, second, out), node.value.shape)
+
+
+def _value(run: Compilation, name: str, terms: Sequence[Any], args: Sequence[Any] = ()) -> int:
+    """Return the number of the operand that is the value: of several that may be, the last one, as in q @ (k @ v)."""
+    numbers = [n for n, term in enumerate(terms) if is_carried(term)]
+    if len(numbers) > 1:
+        axes = summed_axes(name, args, [run.number(term).shape for term in terms])
+        chosen = values([run.operand(terms[n], axes[n]) for n in numbers])
+        return numbers[chosen[-1]]
+    return numbers[0]
 
 
 def _weights(run: Compilation, value: Any) -> Tensor:

@@ -125,7 +125,7 @@ class Recording(TorchFunctionMode):
             is_constant = id(tensor) in self._constants or isinstance(tensor, nn.Parameter)
             if id(tensor) in self._nodes or is_constant:
                 continue
-            if _is_zero(tensor):
+            if is_zero(tensor):
                 # A first state, for instance, holds no tokens.
                 self._keep(tensor)
             else:
@@ -241,7 +241,7 @@ class Recording(TorchFunctionMode):
             self._constants[id(tensor)] = tensor
 
 
-def _is_zero(tensor: Tensor) -> bool:
+def is_zero(tensor: Tensor) -> bool:
     """Tell whether all numbers are zero; those that are unknown, inside of `vmap` or without data, may be others."""
     is_unknown = tensor.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     return not is_unknown and not bool(tensor.any())
@@ -261,6 +261,11 @@ def _kind(nodes: list[Node]) -> Kind:
     return "carried" if any(node.kind == "carried" for node in nodes) else "factor"
 
 
+def _adds_zero(args: tuple[Any, ...]) -> bool:
+    """Tell whether the constants among the arguments are zero, such as a first state."""
+    return all(isinstance(x, Node) or (isinstance(x, Tensor) and is_zero(x)) for x in args)
+
+
 def _rank(name: str, nodes: list[Node], args: tuple[Any, ...]) -> int:
     """Return the rank of a function's result (see `Node.rank`)."""
     ranks = [node.rank for node in nodes if node.kind == "carried"]
@@ -269,10 +274,14 @@ def _rank(name: str, nodes: list[Node], args: tuple[Any, ...]) -> int:
         return max(rank, 1)
     if name in SLOPES:
         return 2 if name in LEVELS else max(rank, int(name not in LIMITS))
-    if name in ("add", "sub", "rsub") and rank and len(ranks) == 1 and len(nodes) == 1:
+    if name in ("add", "sub", "rsub") and rank and len(ranks) == 1 and len(nodes) == 1 and not _adds_zero(args):
         # An activation plus a constant, such as 1 + tanh, is one with f(0) != 0.
         return 2
     if name in ("mul", "multiply") and len(nodes) == 2:
+        first, second = nodes
+        if len(ranks) == 2 and first.value.numel() != second.value.numel():
+            # A factor for many channels, such as a rate of writing, is no activation of each.
+            return max(nodes, key=lambda node: node.value.numel()).rank
         # A product with a frozen factor, such as x sigmoid(x), is zero at zero again.
         return min(rank, 1)
     return rank

@@ -1,0 +1,204 @@
+"""A module as one stage equals the stages of its functions, and a loop over tokens its frozen recurrence."""
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import unilinattn as ula
+from tests.rules import modules
+from tests.rules.modules import HEADS, TOKENS, WIDTH, Projected
+from tests.rules.test_recorded import LIMIT, draw, operator
+from unilinattn.architectures import recorded as recording
+from unilinattn.errors import UncoveredError
+from unilinattn.operator.stages import WHOLE
+from unilinattn.rules import frozen_module
+from unilinattn.testing import relative_error
+from unilinattn.testing.hosts import randomize
+
+BATCH, LENGTH, _ = TOKENS
+
+
+class DeltaLoop(Projected):
+    """The delta rule, token by token, with a gated output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rate, self.gate = nn.Linear(WIDTH, HEADS), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(2, (3, HEADS, -1)).unbind(2)
+        mixed = delta_rule(q, functional.normalize(k, dim=-1), v, self.rate(x).sigmoid())
+        return self.out(mixed.flatten(2) * functional.silu(self.gate(x)))
+
+
+def delta_rule(q: Tensor, k: Tensor, v: Tensor, rates: Tensor) -> Tensor:
+    """Return q_t S_t for S_t = S_{t-1} + rate_t k_t (v_t - k_t S_{t-1})."""
+    state, outputs = q.new_zeros(len(q), HEADS, q.shape[3], q.shape[3]), []
+    for step in range(q.shape[1]):
+        read = torch.einsum("bhk,bhkv->bhv", k[:, step], state)
+        written = rates[:, step, :, None] * (v[:, step] - read)
+        state = state + torch.einsum("bhk,bhv->bhkv", k[:, step], written)
+        outputs.append(torch.einsum("bhk,bhkv->bhv", q[:, step], state))
+    return torch.stack(outputs, 1)
+
+
+def as_one_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no function of a module be a stage."""
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise UncoveredError("no function is a stage")
+
+    monkeypatch.setattr(recording, "chains_of", refused)
+
+
+@pytest.mark.parametrize("name", modules.MODULES)
+def test_one_stage_equals_those_of_the_functions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    build, shape = modules.MODULES[name]
+    stages = operator(build(), draw(*shape))
+    as_one_stage(monkeypatch)
+    one = operator(build(), draw(*shape))
+    assert [[stage.role for stage in chain] for chain in one.chains.values()] == [[WHOLE]]
+    assert one.reconstruction_error() < LIMIT
+    x = draw(*one.inputs["x"].shape, seed=1)
+    assert relative_error(one.apply(x, bias=False), stages.apply(x, bias=False)) < LIMIT
+    assert float((one.bias - stages.bias).norm()) < LIMIT * float(one.output.norm())
+    assert relative_error(one.contributions([0, -1]), stages.contributions([0, -1])) < LIMIT
+    g = draw(*one.output.shape, seed=2)
+    assert relative_error(one.adjoint(g), stages.adjoint(g)) < LIMIT
+
+
+@pytest.mark.parametrize("length", [5, 12, 80])
+def test_a_loop_over_tokens_is_its_frozen_recurrence(length: int) -> None:
+    module, x = DeltaLoop(), draw(BATCH, length, WIDTH)
+    op = operator(module, x)
+    assert [stage.role for stage in op.chains["x"]] == [WHOLE] and op.reconstruction_error() < LIMIT
+    other = draw(BATCH, length, WIDTH, seed=1)
+    with torch.no_grad():
+        q, k, v = module.qkv(x).unflatten(2, (3, HEADS, -1)).unbind(2)
+        v = module.qkv(other).unflatten(2, (3, HEADS, -1)).unbind(2)[2]
+        mixed = delta_rule(q, functional.normalize(k, dim=-1), v, module.rate(x).sigmoid())
+        expected = module.out(mixed.flatten(2) * functional.silu(module.gate(x)))
+    assert relative_error(op.apply(other), expected) < LIMIT
+
+
+def test_a_module_of_two_streams_has_a_stage_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = draw(2, 7, WIDTH), draw(2, 5, WIDTH, seed=1)
+    stages = operator(modules.Cross(), *inputs)
+    as_one_stage(monkeypatch)
+    one = operator(modules.Cross(), *inputs)
+    assert set(one.ports) == set(stages.ports) == {"x", "memory"} and one.reconstruction_error() < LIMIT
+    for port in one.ports:
+        g = draw(*one.output.shape, seed=2)
+        assert relative_error(one.adjoint(g, port=port), stages.adjoint(g, port=port)) < LIMIT
+    assert float((one.bias - stages.bias).norm()) < LIMIT * float(one.output.norm())
+
+
+class Added(Projected):
+    """Adds a tensor that another module left, or a function of the tokens that is frozen, beside a sum over tokens."""
+
+    def __init__(self, added: str) -> None:
+        super().__init__()
+        self.added, self.left = added, torch.ones(BATCH, LENGTH, WIDTH, dtype=torch.float64)
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return v.cumsum(1) + (self.left if self.added == "attribute" else q.softmax(-1) * k.exp())
+
+
+class AcrossSequences(Projected):
+    """Adds the tokens of another sequence."""
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return v.cumsum(1) + v.flip(0)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: Added("attribute"),
+        lambda: Added("factor"),
+        AcrossSequences,
+        lambda: modules.First(nn.GRU(WIDTH, WIDTH, batch_first=True)),
+    ],
+    ids=["attribute", "factor", "another sequence", "recurrence"],
+)
+def test_what_is_no_map_of_the_tokens_of_a_sequence_stays_refused(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UncoveredError, match="module"):
+        operator(build(), draw(*TOKENS))
+    as_one_stage(monkeypatch)
+    with pytest.raises(UncoveredError, match="no function is a stage"):
+        operator(build(), draw(*TOKENS))
+
+
+def test_a_second_input_is_no_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of another shape than the input, such as masks, may depend on tokens: they multiply, and add nothing."""
+
+    class Biased(Projected):
+        def forward(self, x: Tensor, offset: Tensor) -> Tensor:
+            return self.out(self.qkv(x)[..., :WIDTH].cumsum(1) + offset)
+
+    as_one_stage(monkeypatch)
+    with pytest.raises(UncoveredError, match="no function is a stage"):
+        operator(Biased(), draw(*TOKENS), draw(WIDTH, seed=1))
+
+
+def test_a_wrong_derivative_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stage's image of the input and its bias are compared with the module's output."""
+    right = frozen_module._derivative
+    monkeypatch.setattr(frozen_module, "_derivative", lambda *arguments: right(*arguments) * (1 + 1e-4))
+    as_one_stage(monkeypatch)
+    with pytest.raises(UncoveredError, match="no function is a stage"):
+        operator(modules.LinearAttention(), draw(*TOKENS))
+
+
+def test_parameters_and_modes_are_as_before_and_the_graph_is_freed() -> None:
+    module = DeltaLoop()
+    module.out.weight.requires_grad_(False)
+    before = {name: p.requires_grad for name, p in module.named_parameters()}
+    op = operator(module, draw(BATCH, 80, WIDTH))
+    assert {name: p.requires_grad for name, p in module.named_parameters()} == before
+    assert all(p.grad is None for p in module.parameters())
+    (stage,) = op.chains["x"]
+    result = weakref.ref(stage.result)  # type: ignore[attr-defined]
+    op.apply(op.inputs["x"])
+    del op, stage
+    gc.collect()
+    assert result() is None
+
+
+class Model(nn.Module):
+    """Two blocks of loops over tokens between an embedding and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(20, WIDTH), nn.Linear(WIDTH, 20)
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
+        self.mixers = nn.ModuleList(DeltaLoop() for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for norm, mixer in zip(self.norms, self.mixers, strict=True):
+            x = x + mixer(norm(x))
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def test_methods_that_read_vectors_explain_loops_and_those_of_maps_say_why_they_cannot() -> None:
+    ids = torch.randint(20, (BATCH, 9), generator=torch.Generator().manual_seed(0))
+    trace = ula.trace(randomize(Model().eval()), ids, progress=False)
+    logit = lambda out: out[:, -1, 3]  # noqa: E731
+    result = ula.explain(trace, logit=logit, progress=False)
+    assert result.method == "logit" and float(result.completeness_gap) < 1e-4
+    for method in ("latim", "alti"):
+        errors = ula.explain(trace, method=method, target=-1).reconstruction_error
+        assert set(errors) == {"mixers.0", "mixers.1"} and max(errors.values()) < 1e-4
+    for method in ("raw", "rollout", "attention_grad"):
+        options = {"logit": logit} if method == "attention_grad" else {}
+        with pytest.raises(UncoveredError, match=r"mixers\.\d is one stage as a whole.*loop over tokens") as refusal:
+            ula.explain(trace, method=method, target=-1, **options)
+        advice = str(refusal.value).partition("Methods that work here")[2]
+        assert "'latim'" in advice and "'raw'" not in advice and "'rollout'" not in advice

@@ -1,0 +1,227 @@
+"""`FrozenModule`: a module whose functions are no stages, such as a long loop over tokens, as one exact stage.
+
+The module's code runs once by the rules of `freezing`, which keep its graph. The stage's map is the derivative of that
+graph, and its bias the part of the output that comes from constants.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from unilinattn.call.exactness import layer_tolerance, relative_error
+from unilinattn.call.nested import mapped, tensors
+from unilinattn.errors import UncoveredError
+from unilinattn.operator.stages import WHOLE, Chain, Stage
+from unilinattn.rules.forms import FORMS
+from unilinattn.rules.freezing import Freezing, carried
+from unilinattn.rules.functions import AFFINE, PRODUCTS
+from unilinattn.rules.recording import is_zero
+from unilinattn.rules.values import Operand, Token, factor_values, summed_axes, values
+
+
+@dataclass(frozen=True, eq=False)
+class FrozenModule(Stage):
+    """A frozen module as a whole, which mixes tokens and channels in one step.
+
+    `apply` and `adjoint` take one pass through the graph for each column. The graph, of the size that a training step
+    keeps, lives as long as the stage.
+
+    Attributes:
+        source: the vectors of a port, the leaf of the graph, (batch, key, in).
+        result: the module's output with its graph, (batch, query, out).
+        reason: why the module has no other stages.
+        bias: the part of the output that comes from constants, (batch, query, out).
+    """
+
+    source: Float[Tensor, "batch key in"]
+    result: Float[Tensor, "batch query out"]
+    reason: str
+    bias: Float[Tensor, "batch query out"] | None = None
+
+    @property
+    def mixes(self) -> bool:
+        """Always true."""
+        return True
+
+    def apply(self, x: Tensor, *, bias: bool = True) -> Tensor:
+        """Map the tokens by the derivative in forward direction."""
+        direction, gradient = self._pulled
+        output = _derivative(gradient, direction, x)
+        if not bias or self.bias is None:
+            return output
+        return output + self.bias.reshape(*self.bias.shape, *[1] * (x.ndim - 3))
+
+    def adjoint(self, g: Tensor) -> Tensor:
+        """Map the outputs back by the derivative in backward direction."""
+        return _derivative(self.result, self.source, g)
+
+    @cached_property
+    def _pulled(self) -> tuple[Tensor, Tensor]:
+        """A vector at the output and the gradient that it gives, whose derivative is the map in forward direction."""
+        direction = torch.zeros_like(self.result, requires_grad=True)
+        try:
+            (gradient,) = torch.autograd.grad(self.result, self.source, direction, create_graph=True)
+        except RuntimeError as error:
+            raise UncoveredError(f"one of its functions has no second derivative ({error})") from error
+        return direction, gradient
+
+
+def frozen_module(
+    module: nn.Module,
+    inputs: Mapping[str, Float[Tensor, "batch key in"]],
+    compute: Callable[[Mapping[str, Tensor]], Tensor | None],
+    factors: Any,
+    reason: str,
+) -> Mapping[str, Chain]:
+    """Return a module's stage from each input that its output depends on.
+
+    Args:
+        module: the module.
+        inputs: the vectors of each port.
+        compute: runs the module on other vectors of the ports, and returns its output (batch, query, out).
+        factors: further tensors that may depend on tokens, such as masks.
+        reason: why the module has no other stages.
+
+    Raises `UncoveredError` for a function without a rule or without a derivative, for a map that mixes the sequences of
+    a batch, and for one whose output is another than the module's.
+    """
+    sources = {port: x.detach().clone().requires_grad_() for port, x in inputs.items()}
+    with _constant_parameters(module), torch.enable_grad(), forward_ad.dual_level():
+        with _LayerFreezing(module, tuple(sources.values()), factors):
+            output = compute({port: source.clone() for port, source in sources.items()})
+        if output is None or not output.requires_grad:
+            raise UncoveredError("its output does not depend on its inputs")
+        result, tangent = forward_ad.unpack_dual(output)
+        bias = None if tangent is None or not bool(tangent.any()) else tangent.detach().clone()
+    probe = torch.zeros_like(result)
+    gradients = torch.autograd.grad(result, tuple(sources.values()), probe, retain_graph=True, allow_unused=True)
+    chains: dict[str, Chain] = {}
+    for (port, source), gradient in zip(sources.items(), gradients, strict=True):
+        if gradient is not None:
+            stage = FrozenModule(WHOLE, source, result, reason, None if chains else bias)
+            _require_separate_sequences(stage)
+            chains[port] = (stage,)
+    image = sum(chain[0].apply(inputs[port]) for port, chain in chains.items())
+    if not relative_error(torch.as_tensor(image), result.detach()) <= layer_tolerance(result.dtype):
+        raise UncoveredError("its derivative and its constants do not give its output")
+    return chains
+
+
+def _require_separate_sequences(stage: FrozenModule) -> None:
+    """Raise `UncoveredError` if a sequence of the output depends on another one of the input.
+
+    With each sequence times another number, a map of single sequences gives its output times that number.
+    """
+    number = torch.linspace(0.5, 1, len(stage.source), dtype=stage.source.dtype, device=stage.source.device)[
+        :, None, None
+    ]
+    x = stage.source.detach()
+    scaled, plain = stage.apply(x * number, bias=False), stage.apply(x, bias=False) * number
+    # A sequence that another one moves is off by a part of that one, so that no rounding is mistaken for it.
+    if not float((scaled - plain).norm()) <= 1e-2 * float(plain.norm()):
+        raise UncoveredError("it mixes the sequences of a batch")
+
+
+@contextmanager
+def _constant_parameters(module: nn.Module) -> Iterator[None]:
+    live = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    try:
+        for parameter in live:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in live:
+            parameter.requires_grad_(True)
+
+
+class _LayerFreezing(Freezing):
+    """Freezes the factors that `recording` freezes: of each product with two carried operands all but one.
+
+    Args:
+        module: the module, whose parameters and buffers are constants.
+        sources: the leaves of the graph.
+        factors: tensors that may depend on tokens.
+    """
+
+    def __init__(self, module: nn.Module, sources: tuple[Tensor, ...], factors: Any) -> None:
+        super().__init__(lambda: type(module).__name__, lambda func, args, result: result)
+        self._sources = sources
+        self._made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        for tensor in (*module.parameters(), *module.buffers()):
+            self._made[tensor] = True
+        for tensor in tensors(factors):
+            self._factors[tensor] = "argument"
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count tensors as factors that neither the module has nor a function made; they may depend on tokens."""
+        for tensor in tensors((args, kwargs or {})):
+            if not (tensor.requires_grad or tensor in self._made or tensor in self._factors or is_zero(tensor)):
+                self._factors[tensor] = "attribute"
+        result = super().__torch_function__(func, types, args, kwargs)
+        for tensor in tensors(result):
+            self._made[tensor] = True
+        return result
+
+    def _apply(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        rank = max((self.rank(tensor) for tensor in tensors((args, kwargs))), default=0)
+        result = super()._apply(name, func, args, kwargs)
+        return self._ranked(result, rank) if name in PRODUCTS or name in AFFINE or name in FORMS else result
+
+    def _bilinear(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        operands = list(tensors((args, kwargs)))
+        numbers = [n for n, tensor in enumerate(operands) if tensor.requires_grad]
+        if len(numbers) > 1:
+            # Of a layer and its weights the input is the value.
+            axes = summed_axes(func.__name__.strip("_"), args, [tensor.shape for tensor in operands])
+            chosen = [0] if name == "linear" else values([self._operand(operands[n], axes[n]) for n in numbers])
+            live = operands[numbers[chosen[-1]]]
+            args, kwargs = _mapped_except(live, args), _mapped_except(live, kwargs)
+        return super()._bilinear(name, func, args, kwargs)
+
+    def _product(self, name: str, func: Callable[..., Tensor], x: Any, other: Any) -> Tensor:
+        if not (carried(x) and carried(other)) or x is other:
+            return super()._product(name, func, x, other)
+        numbers = factor_values([self._operand(x), self._operand(other)])
+        if len(numbers) > 1:
+            return super()._product(name, func, x, other)
+        live, frozen = (other, x) if numbers[0] else (x, other)
+        rank = self.rank(live) if live.numel() > frozen.numel() else min(max(self.rank(x), self.rank(other)), 1)
+        return self._ranked(super()._product(name, func, live, frozen.detach()), rank)
+
+    def _operand(self, tensor: Tensor, summed: tuple[int, ...] = ()) -> Operand:
+        return Operand(self.rank(tensor), tensor.shape, summed, partial(self._tokens, tensor))
+
+    def _tokens(self, tensor: Tensor, element: int) -> frozenset[Token]:
+        """Return the tokens that an element of a carried tensor comes from."""
+        with torch._C.DisableTorchFunction():
+            value = forward_ad.unpack_dual(tensor).primal.flatten()[element]
+            value = torch.view_as_real(value).sum() if value.is_complex() else value
+            gradients = torch.autograd.grad(value, self._sources, retain_graph=True, allow_unused=True)
+        images = ((str(n), g.abs().sum(2).nonzero()) for n, g in enumerate(gradients) if g is not None)
+        return frozenset((port, *token) for port, image in images for token in image.tolist())
+
+
+def _mapped_except(live: Tensor, value: Any) -> Any:
+    return mapped(value, lambda tensor: tensor if tensor is live else tensor.detach())
+
+
+def _derivative(output: Tensor, point: Tensor, vectors: Tensor) -> Tensor:
+    """Return the derivative of an output with respect to a point, in the directions (batch, length, channel, *columns).
+
+    Each column takes a pass: in a batched one, every token that a loop reads would be written for all columns at once
+    into zeros of the size of the whole tensor, which takes longer from a hundred tokens on.
+    """
+    is_live = torch.is_grad_enabled() and vectors.requires_grad
+    products = [
+        torch.autograd.grad(output, point, column, retain_graph=True, create_graph=is_live)[0]
+        for column in vectors.reshape(*vectors.shape[:3], -1).unbind(3)
+    ]
+    return torch.stack(products, 3).reshape(*point.shape, *vectors.shape[3:])

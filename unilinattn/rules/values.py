@@ -1,0 +1,96 @@
+"""Which of several operands that carry tokens is the value of a product; the others are its weights and gates."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from unilinattn.rules.contraction import Letters, equation_letters, matmul_letters
+
+SAMPLES = 4
+"""Elements of an operand of which is asked from which tokens they come."""
+
+Token = tuple[str, int, int]
+"""The port, the sequence and the position of a token."""
+
+
+@dataclass(frozen=True)
+class Operand:
+    """An operand that carries tokens.
+
+    Attributes:
+        rank: 0 for a tensor that is linear in the tokens, 1 after an activation, 2 after one with f(0) != 0.
+        shape: its shape.
+        summed: the axes over which the product sums.
+        tokens: returns the tokens that an element, numbered in the flattened operand, comes from.
+    """
+
+    rank: int
+    shape: torch.Size
+    summed: tuple[int, ...]
+    tokens: Callable[[int], frozenset[Token]]
+
+    @property
+    def reach(self) -> int:
+        """The largest number of tokens that one of some elements comes from."""
+        elements = torch.linspace(0, self.shape.numel() - 1, SAMPLES).long().tolist()
+        return max(len(self.tokens(element)) for element in elements)
+
+    @property
+    def is_summed_over_tokens(self) -> bool:
+        """Whether the product sums over tokens: its last element comes from others than the first one of that sum."""
+        last = [size - 1 for size in self.shape]
+        first = [0 if axis in self.summed else index for axis, index in enumerate(last)]
+        return first != last and self.tokens(self._number(first)) != self.tokens(self._number(last))
+
+    def _number(self, index: Sequence[int]) -> int:
+        number = 0
+        for size, entry in zip(self.shape, index, strict=True):
+            number = number * size + entry
+        return number
+
+
+def values(operands: Sequence[Operand]) -> list[int]:
+    """Return the numbers of the operands that may be the value of a product, in their order.
+
+    An activation with f(0) != 0, such as a sigmoid, is a gate. Where the product sums over tokens, as that of attention
+    weights with values does, the least activated operand is the value. Elsewhere, as in the product of a gate with the
+    output of a scan, it is the one that comes from most tokens, then the least activated one. Of a sum over channels,
+    as that of queries with a state, activations say nothing.
+    """
+    numbers = [n for n, operand in enumerate(operands) if operand.rank < 2] or list(range(len(operands)))
+    if len(numbers) > 1 and not any(operands[n].is_summed_over_tokens for n in numbers):
+        reach = {n: operands[n].reach for n in numbers}
+        numbers = [n for n in numbers if reach[n] == max(reach.values())]
+        if any(operand.summed for operand in operands):
+            return numbers
+    rank = min(operands[n].rank for n in numbers)
+    return [n for n in numbers if operands[n].rank == rank]
+
+
+def factor_values(operands: Sequence[Operand]) -> list[int]:
+    """Return the numbers of the values of an elementwise product of two operands; of two, each is the other's gate.
+
+    An operand that is broadcast is a scale of the other one. Of an outer product, whose operands both are, such as that
+    of keys with values, the larger operand is the value, and of two of one size the last.
+    """
+    sizes = [operand.shape.numel() for operand in operands]
+    outer = torch.broadcast_shapes(*(operand.shape for operand in operands)).numel() > max(sizes)
+    if not outer and sizes[0] != sizes[1]:
+        return [int(sizes[0] < sizes[1])]
+    numbers = values(operands)
+    return [max(numbers, key=lambda n: (sizes[n], n))] if outer else numbers
+
+
+def summed_axes(name: str, args: Sequence[Any], shapes: Sequence[torch.Size]) -> list[tuple[int, ...]]:
+    """Return the axes of each operand over which `matmul` or `einsum` sums, none for other functions."""
+    letters: list[Letters]
+    if name == "einsum":
+        letters, out = equation_letters(args[0], shapes)
+    elif name in ("matmul", "rmatmul", "mm", "bmm", "mv"):
+        first, second, out = matmul_letters(*(len(shape) for shape in shapes))
+        letters = [first, second]
+    else:
+        return [() for _ in shapes]
+    return [tuple(axis for axis, letter in enumerate(names) if letter not in out) for names in letters]
