@@ -210,8 +210,9 @@ class _Search(Observer[_Call]):
             self._weak.setdefault(frame.path)
             is_stream = False
         parent.mixes, parent.attends = True, parent.attends or frame.attends
-        parent.computes_streams |= computes_streams
         is_stream = is_stream and result is not None and self._moves_others(frame, result)
+        # A convolution of single tokens mixes none.
+        parent.computes_streams |= computes_streams and is_stream
         parent.streams += frame.parts if is_stream else frame.streams
 
     def _take_convolutions(self, frame: _Call) -> None:
