@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from unilinattn import trace
+from unilinattn import explain, trace
 from unilinattn.architectures import recorded
 from unilinattn.call import Call
 from unilinattn.operator.flow import Flow
@@ -164,3 +164,62 @@ def test_a_layer_is_recorded_once_until_an_argument_is_longer(monkeypatch: pytes
         assert max(layer.reconstruction_error() for layer in layers) < 1e-12
         # Operators are built when they are needed, once.
         assert recordings == expected + len(layers)
+
+
+class ScaledBlock(Block):
+    """Adds the layer's output times its own parameter, as BEiT does."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__(layer)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.layer(self.norm(x))
+
+
+def test_a_scale_by_a_parameter_of_the_block_is_part_of_what_is_added() -> None:
+    model = Model(Scores)
+    model.blocks = nn.ModuleList(ScaledBlock(Scores()) for _ in range(2))
+    randomize(model).double().eval()
+    entered: list[Tensor] = []
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda module, args: entered.append(args[0]))
+    ids = torch.randint(VOCABULARY, (2, TOKENS), generator=torch.Generator().manual_seed(0))
+    traced = trace(model, ids)
+    streams = entered[:2]
+    for layer, block, stream in zip(traced.layers, model.blocks, streams, strict=True):
+        torch.testing.assert_close(layer.residual, stream, rtol=0, atol=1e-12)
+        torch.testing.assert_close(layer.added.output, block.scale * layer.output, rtol=0, atol=1e-12)
+        assert layer.added.operator.reconstruction_error() < 1e-12
+
+
+class Merged(nn.Module):
+    """Blocks of 8 tokens, a linear layer of each two tokens, and a block of those."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.first, self.merge, self.second = Block(Scores()), Merge(), Block(Scores())
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.second(self.merge(self.first(self.embedding(input_ids))) + 0)
+
+
+class Merge(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.norm(x.unflatten(1, (-1, 2)).flatten(2)))
+
+
+def test_a_layer_that_makes_other_tokens_begins_a_stream() -> None:
+    """No module takes the output of `merge` itself, and there is no stream of as many tokens to add it to."""
+    model = randomize(Merged()).double().eval()
+    traced = trace(model, torch.randint(VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(0)))
+    assert [layer.output.shape[1] for layer in traced.layers] == [8, 4, 4]
+    maps = [explain(traced, method="alti", layers=[k]).scores[0] for k in range(3)]
+    composed = explain(traced, method="alti", compose="rollout").scores
+    # The first 8 of all tokens are those of the first stream.
+    torch.testing.assert_close(composed[:, 8:, :8], maps[2] @ maps[1] @ maps[0], rtol=0, atol=1e-12)

@@ -116,13 +116,18 @@ def reads_own_tokens(trace: Trace, layer: Layer) -> bool:
 
 
 def begins_stream(trace: Trace, layer: Layer) -> bool:
-    """Whether a layer makes the first vectors of its stream from other tokens, and is added to nothing.
+    """Whether a layer makes the first vectors of its stream, and is added to nothing.
 
-    As do the merging of patches and attention pooling.
+    As do the merging of patches, attention pooling and the projection of patches to a text's stream. A module takes the
+    output itself, or no stream can be added to it: the layer reads one tensor, of other tokens or, if no other layer is
+    in its stream, of another width.
     """
     written, read = streams_of(trace, layer)
     is_first = bool(written.layers) and trace.layers[written.layers[0]].name == layer.name
-    return is_first and written != read and layer.stream is None and layer.reads_its_output
+    is_taken = written != read and layer.reads_its_output
+    is_resized = written.shape[1] != read.shape[1]
+    is_widened = len(written.layers) == 1 and layer.input.shape[-1] != layer.output.shape[-1]
+    return is_first and layer.stream is None and (is_taken or is_resized or is_widened)
 
 
 def stream_groups(trace: Trace) -> list[tuple[int, ...]]:

@@ -12,7 +12,7 @@ from itertools import islice
 
 import torch
 from jaxtyping import Num
-from torch import Tensor
+from torch import Tensor, nn
 
 from unilinattn.architectures.recorded import passed_ports
 from unilinattn.call import Call
@@ -54,6 +54,9 @@ def locate_in_stream(layer: CallRecord, block: CallRecord) -> bool:
     layer.site = _sum_of(layer, layer.output, block, inside, before, after)
     if layer.site is not None:
         return True
+    if (scaled := _scaled_inline(layer, block, inside, before, after)) is not None:
+        layer.site, layer.following = scaled
+        return True
     output = layer.returned[0] if layer.returned else None
     following: list[Following] = []
     while output is not None and (child := _reader(output, after)) is not None:
@@ -78,6 +81,34 @@ def locate_in_stream(layer: CallRecord, block: CallRecord) -> bool:
             layer.following = tuple(following)
             return True
     return False
+
+
+class _Scaled(nn.Module):
+    """A scale of each channel that a block applies by itself, with its own parameter."""
+
+    def __init__(self, scale: nn.Parameter) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+def _scaled_inline(
+    layer: CallRecord, block: CallRecord, inside: int, before: Sequence[CallRecord], after: Sequence[CallRecord]
+) -> tuple[ResidualSite, tuple[Following, ...]] | None:
+    """Return the sum of a stream and the layer's output times a parameter of the block, and that product; or None."""
+    output = layer.output
+    assert output is not None
+    for name, scale in block.module.named_parameters(recurse=False):
+        if scale.shape == output.shape[-1:] and scale.device == output.device:
+            added = output.detach() * scale.detach()
+            site = _sum_of(layer, added, block, inside, before, after)
+            if site is not None:
+                module = _Scaled(scale)
+                path = f"{block.name}.{name}"
+                return site, (Following(module, path, {"x": output.detach()}, output.detach(), added),)
+    return None
 
 
 def _added_inside(child: CallRecord, output: Tensor) -> tuple[Tensor, Tensor] | None:
