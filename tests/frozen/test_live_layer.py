@@ -26,7 +26,8 @@ from unilinattn.frozen.layers import frozen_output
 from unilinattn.frozen.run import frozen
 from unilinattn.frozen.shares import Shares
 from unilinattn.mixers import DiagonalDecay
-from unilinattn.rules.freezing import Freezing, carried
+from unilinattn.rules.forms import carried
+from unilinattn.rules.freezing import Freezing
 from unilinattn.testing import Host, promoted
 
 QUICK = (

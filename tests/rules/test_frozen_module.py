@@ -106,7 +106,7 @@ class Added(Projected):
         self.added, self.left = added, torch.ones(BATCH, LENGTH, WIDTH, dtype=torch.float64)
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return v.cumsum(1) + (self.left if self.added == "attribute" else q.softmax(-1) * k.exp())
+        return v.cumsum(1) + (self.left if self.added == "attribute" else q.softmax(-1))
 
 
 class AcrossSequences(Projected):

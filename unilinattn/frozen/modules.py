@@ -11,7 +11,7 @@ from unilinattn.call.exactness import tolerance
 from unilinattn.call.nested import mapped, tensors
 from unilinattn.errors import ExactnessError
 from unilinattn.registry import PlainForm
-from unilinattn.rules.freezing import carried
+from unilinattn.rules.forms import carried
 from unilinattn.tracing.trust import precision_of
 
 

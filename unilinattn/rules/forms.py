@@ -9,11 +9,16 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from unilinattn.call.nested import mapped
+from unilinattn.call.nested import mapped, tensors
 from unilinattn.errors import ModelStateError
 
 Parts = tuple[Tensor, Tensor | None]
 """The part of a function's result that is linear in its carried argument, and the constant that is added to it."""
+
+
+def carried(value: Any) -> bool:
+    """Tell whether a tensor requires a gradient, or one of a nested value."""
+    return any(tensor.requires_grad for tensor in tensors(value))
 
 
 def as_source(value: Any, like: Tensor, record: Callable[[Tensor], None] | None = None) -> Any:

@@ -8,10 +8,11 @@ on the tokens, so it is no source: it may multiply a carried tensor, and adding 
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -19,27 +20,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from unilinattn.call.nested import mapped, tensors
 from unilinattn.errors import UncoveredError
 from unilinattn.mixers.base import checked_factors
-from unilinattn.rules.forms import FORMS, as_source, linear_in
-from unilinattn.rules.functions import (
-    AFFINE,
-    CASTS,
-    CHOOSING,
-    COMPOSITE,
-    CONSTANT,
-    FACTORS,
-    HOMOGENEOUS,
-    JOINING,
-    LEAVING,
-    LIKE,
-    LIMITS,
-    LINEAR,
-    NEW,
-    PRODUCTS,
-    SLOPES,
-    WRITING,
-    name_of,
-    opened,
-)
+from unilinattn.rules import functions as kinds
+from unilinattn.rules.forms import FORMS, as_source, carried, linear_in
+from unilinattn.rules.functions import name_of, opened
 from unilinattn.rules.slopes import frozen_slope
 
 NORMALISER = "logsumexp"
@@ -83,6 +66,7 @@ class Freezing(TorchFunctionMode):
         self._where, self._mark, self._half, self._record = where, mark, half, record
         self._ranks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._factors: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._added: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self.shared: set[str] = set()
         self.last_sum: Tensor | None = None
         self._stream: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -94,28 +78,52 @@ class Freezing(TorchFunctionMode):
         if name == "requires_grad" and in_place:
             # A host that switches gradients on or off does not change which tensors are carried.
             return args[0]
-        read = args[:1] if name in LIKE else (args, kwargs)
-        origin = next((self._factors[tensor] for tensor in tensors(read) if tensor in self._factors), None)
-        if name in LEAVING and args[0].is_floating_point() and (origin or carried(args)):
+        read = args[:1] if name in kinds.LIKE else (args, kwargs)
+        factors = [tensor for tensor in tensors(read) if tensor in self._factors]
+        if name in kinds.SELECTING and isinstance(args[0], nn.Parameter):
+            # Indices are frozen: what a router selects, such as the biases of an expert, is a constant.
+            factors = [tensor for tensor in factors if tensor.is_floating_point()]
+        origin = next((self._factors[tensor] for tensor in factors), None)
+        if name in kinds.LEAVING and args[0].is_floating_point() and (origin or carried(args)):
             raise UncoveredError(
                 f"{self._where()} computes outside of torch ({name!r}) on values that depend on the tokens, so their "
                 "shares are unknown. Compute in torch."
             )
-        if name in COMPOSITE:
+        if name in kinds.COMPOSITE:
             with self:
                 return opened(func)(*args, **kwargs)
-        if name in LIKE:
+        if name in kinds.LIKE:
             # Of the other arguments only the shape or the dtype matters.
             args, kwargs = (args[0], *mapped(args[1:], torch.detach)), mapped(kwargs, torch.detach)
-        if carried(args) or carried(kwargs):
+        added: Callable[[], Tensor] | None = None
+        if (carried(args) or carried(kwargs)) and not torch.is_grad_enabled() and not in_place and name != "setitem":
+            result, origin = func(*mapped(args, torch.detach), **mapped(kwargs, torch.detach)), origin or name
+        elif carried(args) or carried(kwargs):
             result, origin = self._carry(name, func, args, kwargs, in_place=in_place), origin or name
+            if name in kinds.ACTIVATING | kinds.SIZES:
+                added = partial(self._activated, name, func, args, kwargs)
         else:
             result = self._mark(func, args, func(*args, **kwargs))
-        if origin is not None and name not in NEW:
+            if any(tensor in self._added for tensor in factors) and not in_place:
+                added = partial(self._of_added, name, func, args, kwargs)
+        if origin is not None and name not in kinds.NEW:
             for tensor in tensors(args[:1] if name == "setitem" else result):
                 if not tensor.requires_grad:
                     self._factors[tensor] = origin
+                    if added is not None and isinstance(result, Tensor):
+                        self._added[tensor] = added
         return result
+
+    def _activated(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return a factor as an activation of carried values."""
+        if name in kinds.SIZES:
+            return self._ranked(func(*args, **kwargs), 1)
+        return self._slope(name, func, *args, **kwargs)
+
+    def _of_added(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return a function of factors as one of activations."""
+        args, kwargs = mapped((args, kwargs), lambda t: self._added[t]() if t in self._added else t)
+        return self._apply(name, func, args, dict(kwargs))
 
     def _carry(
         self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, in_place: bool
@@ -131,7 +139,12 @@ class Freezing(TorchFunctionMode):
         return as_source(value, like, self._record)
 
     def _source(self, value: Any, like: Tensor) -> Any:
-        """Return a constant as a source; raise `UncoveredError` for a factor, which depends on the tokens."""
+        """Return a constant as a source, and a factor as an activation.
+
+        Raises `UncoveredError` for another factor, which depends on the tokens.
+        """
+        if isinstance(value, Tensor) and value in self._added:
+            return self._added[value]()
         if isinstance(value, Tensor) and value.is_floating_point() and value in self._factors:
             raise UncoveredError(
                 f"{self._where()} adds the output of {self._factors[value]!r} to values that depend on the tokens. The "
@@ -147,29 +160,29 @@ class Freezing(TorchFunctionMode):
         if name in FORMS:
             result, constant = FORMS[name](*args, **kwargs)
             return result if constant is None else result + self._as_source(constant, result)
-        if name in LINEAR:
+        if name in kinds.LINEAR:
             result = self._ranked(func(*args, **kwargs), rank)
-            if name in CASTS and args and self.in_stream(args[0]):
+            if name in kinds.CASTS and args and self.in_stream(args[0]):
                 self.enter_stream(result)
             return result
-        if name in CHOOSING or name in JOINING:
+        if name in kinds.CHOOSING or name in kinds.JOINING:
             like = next(tensor for tensor in tensors((args, kwargs)) if tensor.requires_grad)
             args, kwargs = mapped((args, kwargs), lambda tensor: self._source(tensor, like))
             if name == "where":
                 args = (args[0], *(self._source(value, like) for value in args[1:]))
             return self._ranked(func(*args, **kwargs), rank)
-        if name in HOMOGENEOUS:
+        if name in kinds.HOMOGENEOUS:
             return self._ranked(func(*args, **kwargs), max(rank, 1))
-        if name in SLOPES:
+        if name in kinds.SLOPES:
             return self._slope(name, func, *args, **kwargs)
-        if name in FACTORS:
+        if name in kinds.FACTORS:
             return func(*mapped(args, torch.detach), **mapped(kwargs, torch.detach))
-        if name in AFFINE:
-            return self._affine(func, AFFINE[name], args, kwargs)
-        if name in PRODUCTS:
+        if name in kinds.AFFINE:
+            return self._affine(func, kinds.AFFINE[name], args, kwargs)
+        if name in kinds.PRODUCTS:
             return self._bilinear(name, func, args, kwargs)
         result = func(*args, **kwargs)
-        if name not in CONSTANT and any(tensor.is_floating_point() for tensor in tensors(result)):
+        if name not in kinds.CONSTANT and any(tensor.is_floating_point() for tensor in tensors(result)):
             raise self._unknown(name)
         return result
 
@@ -198,7 +211,7 @@ class Freezing(TorchFunctionMode):
         return result
 
     def _in_place(self, name: str, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if name in WRITING:
+        if name in kinds.WRITING:
             written = next(iter((*args, *kwargs.values())), 0)
             value = written if isinstance(written, Tensor) else torch.full_like(target, written).detach()
             value = self._source(value, target)
@@ -291,6 +304,13 @@ class Freezing(TorchFunctionMode):
         like = x if carried(x) else value
         return self._ranked(torch.where(mask, self._source(value, like), self._source(x, like)), self.rank(like))
 
+    @_rule("scatter")
+    def _scatter(self, x: Tensor, dim: int, index: Tensor, src: Any = None, *, value: Any = None) -> Tensor:
+        mask = torch.zeros_like(x, dtype=torch.bool).scatter(dim, index, True)
+        if isinstance(src, Tensor):
+            src = torch.zeros_like(x).scatter(dim, index, self._source(src, x if carried(x) else src))
+        return self._masked_fill(x, mask, value if src is None else src)
+
     @_rule("pad")
     def _pad(self, x: Tensor, pad: Sequence[int], mode: str = "constant", value: int | float | None = None) -> Tensor:
         padded = functional.pad(x, pad, mode=mode)
@@ -318,7 +338,7 @@ class Freezing(TorchFunctionMode):
         slope, level = frozen_slope(name, lambda point: func(point, *args, **kwargs), x.detach())
         through = linear_in(x, torch.mul, (x, slope), {})
         if bool(level == 0):
-            return self._ranked(through, max(name not in LIMITS, self.rank(x)))
+            return self._ranked(through, max(name not in kinds.LIMITS, self.rank(x)))
         return self._ranked(through + self._as_source(level, x), 2)
 
     def _affine(
@@ -375,8 +395,3 @@ class Freezing(TorchFunctionMode):
         product = linear_in(other if frozen_first else x, func, frozen, {})
         # A product with a frozen factor, such as x sigmoid(x), is zero at zero again.
         return self._ranked(product, min(result_rank, 1))
-
-
-def carried(value: Any) -> bool:
-    """Tell whether a tensor requires a gradient, or one of a nested value."""
-    return any(tensor.requires_grad for tensor in tensors(value))

@@ -20,8 +20,8 @@ from unilinattn.call.exactness import layer_tolerance, relative_error
 from unilinattn.call.nested import mapped, tensors
 from unilinattn.errors import UncoveredError
 from unilinattn.operator.stages import WHOLE, Chain, Stage
-from unilinattn.rules.forms import FORMS
-from unilinattn.rules.freezing import Freezing, carried
+from unilinattn.rules.forms import FORMS, carried
+from unilinattn.rules.freezing import Freezing
 from unilinattn.rules.functions import AFFINE, PRODUCTS
 from unilinattn.rules.recording import is_zero
 from unilinattn.rules.values import Operand, Token, factor_values, summed_axes, values

@@ -56,6 +56,15 @@ FACTORS = _names("""
 """)
 """Functions whose outputs are frozen: factors of what follows, and losses, which no logit depends on."""
 
+ACTIVATING = _names("exp expm1 softplus log1p")
+"""Functions among `FACTORS` that are activations of one value where their output is added to values."""
+
+SIZES = _names("std norm vector_norm")
+"""Functions among `FACTORS` with f(a x) = a f(x) for a > 0, whose derivative is the frozen slope of what is added."""
+
+SELECTING = _names("getitem index_select")
+"""Functions that select entries by indices, such as the biases of the experts that a router chose."""
+
 NEW = _names("""
     zeros_like ones_like full_like empty_like rand_like randn_like new_zeros new_ones new_full new_empty new_tensor
 """)

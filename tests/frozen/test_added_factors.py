@@ -1,0 +1,90 @@
+"""Factors that a module adds to its values are activations, and what frozen indices select is a constant."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tests.frozen.test_rules import LOGIT, by_hand, check, sloped, with_mixer
+from tests.tracing.models import WIDTH, TokenWise
+from unilinattn.errors import UncoveredError
+from unilinattn.frozen.run import frozen
+
+Function = Callable[[Tensor], Tensor]
+
+LOG_2 = float(torch.tensor(2, dtype=torch.float64).log())
+
+
+def masked(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        highest, _ = x.max(-1, keepdim=True)
+        mask = (highest - x) / x.abs().clamp(min=highest) > 0.3
+    return x + x * mask
+
+
+def without_largest(x: Tensor) -> Tensor:
+    _, index = x.topk(2, dim=-1)
+    weights = x.scatter(-1, index, float("-inf")).softmax(-1)
+    return x * weights + x.scatter(-1, index, 0.5 * x[..., :2])
+
+
+def without_largest_by_hand(x: Tensor) -> Tensor:
+    index = x.topk(2, dim=-1).indices
+    mask = torch.zeros_like(x, dtype=torch.bool).scatter(-1, index, True)
+    values = torch.zeros_like(x).scatter(-1, index, 0.5 * x[..., :2])
+    return x * x.masked_fill(mask, float("-inf")).softmax(-1).detach() + torch.where(mask, values, x)
+
+
+CASES: dict[str, tuple[Function, Function]] = {
+    "expm1": (lambda x: x + 2 * torch.expm1(x), lambda x: x + 2 * sloped(torch.expm1, x)),
+    "exp": (lambda x: x - x.exp(), lambda x: x - sloped(torch.exp, x, 1.0)),
+    "softplus": (lambda x: x - functional.softplus(x), lambda x: x - sloped(functional.softplus, x, LOG_2)),
+    "function of a factor": (
+        lambda x: x + torch.tanh(3 * x.clamp(-0.5, 0.5).expm1()),
+        lambda x: x + sloped(torch.tanh, 3 * sloped(torch.expm1, sloped(lambda y: y.clamp(-0.5, 0.5), x))),
+    ),
+    "deviation": (
+        lambda x: functional.relu(x - 0.5 * x.std(-1, keepdim=True)),
+        lambda x: functional.relu(x - 0.5 * x.std(-1, keepdim=True)),
+    ),
+    "joined deviation": (
+        lambda x: torch.cat([x[..., 1:], x.norm(dim=-1, keepdim=True)], -1),
+        lambda x: torch.cat([x[..., 1:], x.norm(dim=-1, keepdim=True)], -1),
+    ),
+    "factor that multiplies too": (
+        lambda x: x * (scale := x.std(-1, keepdim=True)) + scale,
+        lambda x: x * x.std(-1, keepdim=True).detach() + x.std(-1, keepdim=True),
+    ),
+    "constants without gradients": (masked, lambda x: x + x * ((masked(x) - x) / x).detach()),
+    "written at indices": (without_largest, without_largest_by_hand),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_factor_that_is_added_is_an_activation(name: str) -> None:
+    live, form = CASES[name]
+    model, traced = with_mixer(TokenWise(live))
+    check(frozen(traced).shares(-1, LOGIT), by_hand(model, traced, form))
+
+
+class Routed(nn.Module):
+    """Adds the bias of the expert with the largest score, a parameter or, in a codebook, a buffer."""
+
+    def __init__(self, *, codebook: bool) -> None:
+        super().__init__()
+        rows = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(1))
+        self.rows: Tensor
+        self.register_buffer("rows", rows) if codebook else self.register_parameter("rows", nn.Parameter(rows))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.rows[x.argmax(-1)]
+
+
+def test_the_bias_of_a_selected_expert_is_a_bias_and_an_entry_of_a_codebook_is_refused() -> None:
+    model, traced = with_mixer(Routed(codebook=False))
+    rows = model.blocks[0].rows
+    check(frozen(traced).shares(-1, LOGIT), by_hand(model, traced, lambda x: x + rows[x.argmax(-1)].detach()))
+    with pytest.raises(UncoveredError, match="adds the output of 'argmax'"):
+        frozen(with_mixer(Routed(codebook=True))[1]).shares(-1, LOGIT)
