@@ -202,3 +202,61 @@ def test_methods_that_read_vectors_explain_loops_and_those_of_maps_say_why_they_
             ula.explain(trace, method=method, target=-1, **options)
         advice = str(refusal.value).partition("Methods that work here")[2]
         assert "'latim'" in advice and "'raw'" not in advice and "'rollout'" not in advice
+
+
+OUTER = {
+    "einsum": lambda k, v: torch.einsum("bhk,bhv->bhkv", k, v),
+    "broadcast": lambda k, v: k[..., None] * v[..., None, :],
+}
+READ = {
+    "einsum": lambda q, state: torch.einsum("bhk,bhkv->bhv", q, state),
+    "broadcast": lambda q, state: (q[..., None] * state).sum(-2),
+}
+FEATURES = {"none": lambda x: x, "elu + 1": lambda x: functional.elu(x) + 1, "silu": functional.silu}
+
+
+class GatedLoop(Projected):
+    """Gated linear attention or a decayed delta rule in Python, normed and gated, with features of queries and keys."""
+
+    def __init__(self, rule: str, style: str, features: str) -> None:
+        super().__init__()
+        self.rule, self.style, self.features = rule, style, FEATURES[features]
+        self.rate, self.decay, self.gate = nn.Linear(WIDTH, HEADS), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.RMSNorm(WIDTH // HEADS, eps=1e-6)
+
+    def factors(self, x: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = self.qkv(x).unflatten(2, (3, HEADS, -1)).unbind(2)
+        decay = self.decay(x).sigmoid().unflatten(2, (HEADS, -1))
+        return self.features(q), self.features(k), v, decay, self.rate(x).sigmoid()
+
+    def scan(self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor) -> Tensor:
+        outer, read = OUTER[self.style], READ[self.style]
+        state, outputs = q.new_zeros(len(q), HEADS, q.shape[3], q.shape[3]), []
+        for step in range(q.shape[1]):
+            state = state * decay[:, step, :, :, None]
+            written = v[:, step]
+            if self.rule == "delta":
+                written = rate[:, step, :, None] * (written - read(k[:, step], state))
+            state = state + outer(k[:, step], written)
+            outputs.append(read(q[:, step], state))
+        return torch.stack(outputs, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = self.norm(self.scan(*self.factors(x)))
+        return self.out(mixed.flatten(2) * functional.silu(self.gate(x)))
+
+
+@pytest.mark.parametrize("features", FEATURES)
+@pytest.mark.parametrize("style", OUTER)
+@pytest.mark.parametrize("rule", ["gated", "delta"])
+def test_the_values_of_a_loop_carry_and_its_queries_keys_decays_and_gates_are_frozen(
+    rule: str, style: str, features: str
+) -> None:
+    module, x, other = GatedLoop(rule, style, features), draw(2, 6, WIDTH), draw(2, 6, WIDTH, seed=1)
+    op = operator(module, x)
+    with torch.no_grad():
+        q, k, v, decay, rate = module.factors(x)
+        scale = module.scan(q, k, v, decay, rate).square().mean(-1, keepdim=True).add(1e-6).rsqrt()
+        mixed = module.scan(q, k, module.factors(other)[2], decay, rate) * scale * module.norm.weight
+        expected = module.out(mixed.flatten(2) * functional.silu(module.gate(x)))
+    assert relative_error(op.apply(other), expected) < LIMIT

@@ -171,8 +171,13 @@ class _LayerFreezing(Freezing):
         return result
 
     def _apply(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        rank = max((self.rank(tensor) for tensor in tensors((args, kwargs))), default=0)
+        operands = list(tensors((args, kwargs)))
+        rank = max((self.rank(tensor) for tensor in operands), default=0)
         result = super()._apply(name, func, args, kwargs)
+        if name in PRODUCTS:
+            live = [tensor for tensor in operands if tensor.requires_grad]
+            is_nothing = any(is_zero(tensor) for tensor in operands if not tensor.requires_grad)
+            rank = min(rank, 1) if len(live) > 1 else 0 if is_nothing else rank
         return self._ranked(result, rank) if name in PRODUCTS or name in AFFINE or name in FORMS else result
 
     def _bilinear(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -187,7 +192,12 @@ class _LayerFreezing(Freezing):
         return super()._bilinear(name, func, args, kwargs)
 
     def _product(self, name: str, func: Callable[..., Tensor], x: Any, other: Any) -> Tensor:
-        if not (carried(x) and carried(other)) or x is other:
+        if not (carried(x) and carried(other)):
+            result = super()._product(name, func, x, other)
+            if any(isinstance(factor, Tensor) and is_zero(factor) for factor in (x, other)):
+                self._ranks.pop(result, None)
+            return result
+        if x is other:
             return super()._product(name, func, x, other)
         numbers = factor_values([self._operand(x), self._operand(other)])
         if len(numbers) > 1:

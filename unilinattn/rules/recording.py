@@ -26,6 +26,7 @@ from unilinattn.rules.functions import (
     LIKE,
     LIMITS,
     NEW,
+    PRODUCTS,
     SLOPES,
     WRITING,
     name_of,
@@ -277,11 +278,22 @@ def _rank(name: str, nodes: list[Node], args: tuple[Any, ...]) -> int:
     if name in ("add", "sub", "rsub") and rank and len(ranks) == 1 and len(nodes) == 1 and not _adds_zero(args):
         # An activation plus a constant, such as 1 + tanh, is one with f(0) != 0.
         return 2
-    if name in ("mul", "multiply") and len(nodes) == 2:
-        first, second = nodes
-        if len(ranks) == 2 and first.value.numel() != second.value.numel():
-            # A factor for many channels, such as a rate of writing, is no activation of each.
-            return max(nodes, key=lambda node: node.value.numel()).rank
-        # A product with a frozen factor, such as x sigmoid(x), is zero at zero again.
-        return min(rank, 1)
-    return rank
+    is_elementwise = name in ("mul", "multiply")
+    if not is_elementwise and name not in PRODUCTS:
+        return rank
+    if len(nodes) == 1:
+        # A first state of zeros stays zero.
+        return 0 if any(map(is_zero, _constants(args))) else rank
+    if is_elementwise and len(ranks) == 2 and nodes[0].value.numel() != nodes[1].value.numel():
+        # A factor for many channels, such as a rate of writing, is no activation of each.
+        return max(nodes, key=lambda node: node.value.numel()).rank
+    # A product with a frozen factor, such as x sigmoid(x), is zero at zero again.
+    return min(rank, 1)
+
+
+def _constants(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for entry in value:
+            yield from _constants(entry)
