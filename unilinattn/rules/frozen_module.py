@@ -120,13 +120,10 @@ def _require_separate_sequences(stage: FrozenModule) -> None:
 
     With each sequence times another number, a map of single sequences gives its output times that number.
     """
-    number = torch.linspace(0.5, 1, len(stage.source), dtype=stage.source.dtype, device=stage.source.device)[
-        :, None, None
-    ]
     x = stage.source.detach()
+    number = torch.linspace(0.5, 1, len(x), dtype=x.dtype, device=x.device).view(-1, 1, 1)
     scaled, plain = stage.apply(x * number, bias=False), stage.apply(x, bias=False) * number
-    # A sequence that another one moves is off by a part of that one, so that no rounding is mistaken for it.
-    if not float((scaled - plain).norm()) <= 1e-2 * float(plain.norm()):
+    if not float((scaled - plain).norm()) <= layer_tolerance(x.dtype) * float(plain.norm()):
         raise UncoveredError("it mixes the sequences of a batch")
 
 
