@@ -16,7 +16,7 @@ from tests.rules.test_recorded import LIMIT, draw, operator
 from unilinattn.architectures import recorded as recording
 from unilinattn.errors import UncoveredError
 from unilinattn.operator.stages import WHOLE
-from unilinattn.rules import frozen_module
+from unilinattn.rules import compilation, frozen_module
 from unilinattn.testing import relative_error
 from unilinattn.testing.hosts import randomize
 
@@ -59,7 +59,11 @@ def as_one_stage(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", modules.MODULES)
 def test_one_stage_equals_those_of_the_functions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     build, shape = modules.MODULES[name]
+    # However many stages a loop takes.
+    monkeypatch.setattr(compilation, "MOST", 10**6)
+    monkeypatch.setattr(recording, "MANY", 10**6)
     stages = operator(build(), draw(*shape))
+    assert all(stage.role != WHOLE for stage in stages.chains["x"])
     as_one_stage(monkeypatch)
     one = operator(build(), draw(*shape))
     assert [[stage.role for stage in chain] for chain in one.chains.values()] == [[WHOLE]]

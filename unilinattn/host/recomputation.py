@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from unilinattn.call import CACHES
 from unilinattn.call.nested import mapped
+from unilinattn.call.parameters import constant_parameters
 from unilinattn.host.forwards import Forward, replaced_forwards
 from unilinattn.host.module_calls import first_tensor
 from unilinattn.host.recorder import captured
@@ -61,19 +62,6 @@ def captures(model: nn.Module) -> Iterator[None]:
 def is_block(module: nn.Module) -> bool:
     """Tell whether a module's package declares it fit for recomputation in the backward pass."""
     return any(f"{ancestor.__module__}.{ancestor.__qualname__}" == BLOCK for ancestor in type(module).__mro__)
-
-
-@contextmanager
-def constant_parameters(model: nn.Module) -> Iterator[None]:
-    """Let no parameter of a model require a gradient, so that nothing is kept for the parameters' gradients."""
-    live = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    try:
-        for parameter in live:
-            parameter.requires_grad_(False)
-        yield
-    finally:
-        for parameter in live:
-            parameter.requires_grad_(True)
 
 
 class _Segment:

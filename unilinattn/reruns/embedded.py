@@ -11,11 +11,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from unilinattn.call.nested import tensors
+from unilinattn.call.parameters import constant_parameters
 from unilinattn.errors import InputError, OptionError, UncoveredError
 from unilinattn.host.inputs import call_host, vocabulary_size
 from unilinattn.host.isolation import Result, in_gradient_mode
 from unilinattn.host.logits import kept_positions, logits_at
-from unilinattn.host.recomputation import constant_parameters
 from unilinattn.host.run import run
 from unilinattn.host.wrappers import require_gradients
 from unilinattn.reruns.rerun import Rerun, of_sequences

@@ -4,7 +4,8 @@ A tensor is carried if it requires a gradient; the model's parameters require no
 tensors follows a rule of this module, which detaches its frozen factor. A constant that is added to a carried tensor,
 such as a bias, is a source: a dual tensor whose tangent is its value. Gradients then hold the part of a value that
 comes from tokens, and tangents (`torch.autograd.forward_ad`) the part that comes from sources. A frozen factor depends
-on the tokens, so it is no source: it may multiply a carried tensor, and adding it is an error.
+on the tokens, so it is no source: it may multiply a carried tensor. Where it is added, an activation such as softplus
+has its slope, and adding another factor is an error.
 """
 
 from collections.abc import Callable, Sequence

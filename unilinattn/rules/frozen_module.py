@@ -4,8 +4,7 @@ The module's code runs once by the rules of `freezing`, which keep its graph. Th
 graph, and its bias the part of the output that comes from constants.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -18,6 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from unilinattn.call.exactness import layer_tolerance, relative_error
 from unilinattn.call.nested import mapped, tensors
+from unilinattn.call.parameters import constant_parameters
 from unilinattn.errors import UncoveredError
 from unilinattn.operator.stages import WHOLE, Chain, Stage
 from unilinattn.rules.forms import FORMS, carried
@@ -94,7 +94,7 @@ def frozen_module(
     a batch, and for one whose output is another than the module's.
     """
     sources = {port: x.detach().clone().requires_grad_() for port, x in inputs.items()}
-    with _constant_parameters(module), torch.enable_grad(), forward_ad.dual_level():
+    with constant_parameters(module), torch.enable_grad(), forward_ad.dual_level():
         with _LayerFreezing(module, tuple(sources.values()), factors):
             output = compute({port: source.clone() for port, source in sources.items()})
         if output is None or not output.requires_grad:
@@ -125,18 +125,6 @@ def _require_separate_sequences(stage: FrozenModule) -> None:
     scaled, plain = stage.apply(x * number, bias=False), stage.apply(x, bias=False) * number
     if not float((scaled - plain).norm()) <= layer_tolerance(x.dtype) * float(plain.norm()):
         raise UncoveredError("it mixes the sequences of a batch")
-
-
-@contextmanager
-def _constant_parameters(module: nn.Module) -> Iterator[None]:
-    live = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    try:
-        for parameter in live:
-            parameter.requires_grad_(False)
-        yield
-    finally:
-        for parameter in live:
-            parameter.requires_grad_(True)
 
 
 class _LayerFreezing(Freezing):
@@ -183,8 +171,8 @@ class _LayerFreezing(Freezing):
         if len(numbers) > 1:
             # Of a layer and its weights the input is the value.
             axes = summed_axes(func.__name__.strip("_"), args, [tensor.shape for tensor in operands])
-            chosen = [0] if name == "linear" else values([self._operand(operands[n], axes[n]) for n in numbers])
-            live = operands[numbers[chosen[-1]]]
+            last = 0 if name == "linear" else values([self._operand(operands[n], axes[n]) for n in numbers])[-1]
+            live = operands[numbers[last]]
             args, kwargs = _mapped_except(live, args), _mapped_except(live, kwargs)
         return super()._bilinear(name, func, args, kwargs)
 

@@ -210,8 +210,7 @@ def _value(run: Compilation, name: str, terms: Sequence[Any], args: Sequence[Any
     numbers = [n for n, term in enumerate(terms) if is_carried(term)]
     if len(numbers) > 1:
         axes = summed_axes(name, args, [run.number(term).shape for term in terms])
-        chosen = values([run.operand(terms[n], axes[n]) for n in numbers])
-        return numbers[chosen[-1]]
+        return numbers[values([run.operand(terms[n], axes[n]) for n in numbers])[-1]]
     return numbers[0]
 
 

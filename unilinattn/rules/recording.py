@@ -249,13 +249,18 @@ def is_zero(tensor: Tensor) -> bool:
 
 
 def _nodes_in(value: Any) -> Iterator[Node]:
-    if isinstance(value, Node):
-        yield value
-    elif isinstance(value, (tuple, list)):
+    return (entry for entry in _entries(value) if isinstance(entry, Node))
+
+
+def _entries(value: Any) -> Iterator[Any]:
+    """Yield the objects in nested tuples, lists and mappings."""
+    if isinstance(value, (tuple, list)):
         for entry in value:
-            yield from _nodes_in(entry)
+            yield from _entries(entry)
     elif isinstance(value, Mapping):
-        yield from _nodes_in(list(value.values()))
+        yield from _entries(list(value.values()))
+    else:
+        yield value
 
 
 def _kind(nodes: list[Node]) -> Kind:
@@ -283,17 +288,9 @@ def _rank(name: str, nodes: list[Node], args: tuple[Any, ...]) -> int:
         return rank
     if len(nodes) == 1:
         # A first state of zeros stays zero.
-        return 0 if any(map(is_zero, _constants(args))) else rank
+        return 0 if any(isinstance(x, Tensor) and is_zero(x) for x in _entries(args)) else rank
     if is_elementwise and len(ranks) == 2 and nodes[0].value.numel() != nodes[1].value.numel():
         # A factor for many channels, such as a rate of writing, is no activation of each.
         return max(nodes, key=lambda node: node.value.numel()).rank
     # A product with a frozen factor, such as x sigmoid(x), is zero at zero again.
     return min(rank, 1)
-
-
-def _constants(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for entry in value:
-            yield from _constants(entry)

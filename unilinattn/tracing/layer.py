@@ -13,10 +13,10 @@ from torch import Tensor
 from unilinattn.call import Call
 from unilinattn.call.axes import as_read, as_tokens, in_shape
 from unilinattn.call.exactness import tolerance
+from unilinattn.call.parameters import constant_parameters
 from unilinattn.errors import UncoveredError
 from unilinattn.host.isolation import in_gradient_mode, isolated
 from unilinattn.host.module_calls import OPAQUE, CallRecord
-from unilinattn.host.recomputation import constant_parameters
 from unilinattn.host.substitution import build_flow
 from unilinattn.kernels.precision import full_precision
 from unilinattn.operator.flow import Flow, evaluated_by
