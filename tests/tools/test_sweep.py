@@ -313,3 +313,21 @@ def test_unknown_tasks_folders_and_versions_are_refused(checkout: Path, capsys: 
     assert "the record is of transformers 1.0" in capsys.readouterr().err
     assert sweep.main(["--root", str(checkout / "docs")]) == 1
     assert "is no checkout of the repository" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("case", "layers"),
+    [
+        # Convolutions of one tap between layers of attention.
+        (Case("masked lm", "squeezebert", "SqueezeBertForMaskedLM"), 2),
+        # Scales by parameters of the blocks, and a projection of patches to the text's width.
+        (Case("base", "internvl", "InternVLModel"), 5),
+        # Experts that a router selects, with biases.
+        (Case("causal lm", "gpt_oss", "GptOssForCausalLM"), 2),
+        (Case("causal lm", "phimoe", "PhimoeForCausalLM"), 2),
+    ],
+    ids=lambda value: value.name if isinstance(value, Case) else "",
+)
+def test_classes_of_transformers_work(case: Case, layers: int) -> None:
+    result = measure(case)
+    assert (result["outcome"], result["layers"]) == ("works", layers)
