@@ -90,6 +90,29 @@ def test_a_loop_over_tokens_is_its_frozen_recurrence(length: int) -> None:
     assert relative_error(op.apply(other), expected) < LIMIT
 
 
+class Regrouped(Projected):
+    """Adds the values of every token to its group by a function without stages, and gates the sums by the queries."""
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return grouped(v) * q
+
+
+def grouped(v: Tensor) -> Tensor:
+    """Return the sums of every third token, each where its group's first token was."""
+    groups = (torch.arange(v.shape[1]) % 3)[None, :, None].expand(v.shape)
+    return torch.zeros_like(v).scatter_add_(1, groups, v)
+
+
+def test_a_value_without_stages_does_not_make_its_gate_the_value() -> None:
+    module, x, other = Regrouped(), draw(*TOKENS), draw(*TOKENS, seed=1)
+    op = operator(module, x)
+    assert [stage.role for stage in op.chains["x"]] == [WHOLE] and op.reconstruction_error() < LIMIT
+    with torch.no_grad():
+        q, v = module.qkv(x).chunk(3, 2)[0], module.qkv(other).chunk(3, 2)[2]
+        expected = module.out(grouped(v) * q)
+    assert relative_error(op.apply(other), expected) < LIMIT
+
+
 def test_a_module_of_two_streams_has_a_stage_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = draw(2, 7, WIDTH), draw(2, 5, WIDTH, seed=1)
     stages = operator(modules.Cross(), *inputs)

@@ -38,10 +38,6 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
     return decorate
 
 
-class LoopError(UncoveredError):
-    """A module takes too many stages."""
-
-
 class Compilation:
     """The stages of the tensors of one recorded run, each compiled when it is first asked for.
 
@@ -67,7 +63,7 @@ class Compilation:
         if id(node) not in self._values:
             carried = self._values[id(node)] = self._compiled(node)
             if sum(map(self._count, carried.chains.values())) > MOST:
-                raise LoopError(f"it takes more than {MOST} stages, as a loop over tokens does")
+                raise UncoveredError(f"it takes more than {MOST} stages, as a loop over tokens does")
         return self._values[id(node)]
 
     def _count(self, chain: Chain) -> int:
@@ -123,13 +119,11 @@ class Compilation:
         return Operand(node.rank, node.value.shape, summed, partial(self._tokens, node))
 
     def _tokens(self, node: Node, element: int) -> frozenset[Token]:
-        """Return the tokens that an element of a carried tensor comes from, none if a function has no rule."""
-        try:
-            carried = self.value(node)
-        except LoopError:
-            raise
-        except UncoveredError:
-            return frozenset()
+        """Return the tokens that an element of a carried tensor comes from.
+
+        An operand whose functions have no rule may be the value too, so the error of its rule is raised.
+        """
+        carried = self.value(node)
         position = int(carried.index.flatten()[element])
         unit = self.like.new_zeros(carried.shape)
         unit.view(-1)[max(position, 0)] = float(position >= 0)

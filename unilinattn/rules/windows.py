@@ -13,7 +13,7 @@ from torch.nn import functional
 from unilinattn.errors import UncoveredError
 from unilinattn.mixers import Gather
 from unilinattn.operator.stages import Matrix, Mix
-from unilinattn.rules.compilation import Compilation, LoopError, is_carried, rule
+from unilinattn.rules.compilation import Compilation, is_carried, rule
 from unilinattn.rules.contraction import Product, contracted
 from unilinattn.rules.layout import Carried
 from unilinattn.rules.recording import Node
@@ -267,7 +267,7 @@ def _joined(
     if len(terms) == len(tensors) and all(term.chains is terms[0][0].chains for term, _, _ in terms):
         return terms[0][0].moved(join([term.index for term, _, _ in terms], axis))
     if len(terms) > MOST_TERMS:
-        raise LoopError(f"it joins more than {MOST_TERMS} values, as a loop over tokens does")
+        raise UncoveredError(f"it joins more than {MOST_TERMS} values, as a loop over tokens does")
     rows = any(axis in term.layout.row_axes for term, _, _ in terms)
     sum_ = reduce(summed, (padded(term, axis, before, after, of_tokens=rows) for term, before, after in terms))
     return run.shifted(sum_, join([c.to(run.like) for c in constants], axis))
