@@ -162,7 +162,7 @@ def measure(name: str) -> dict[str, Any]:
     try:
         with promoted():
             exact = trace(model.double(), image.double(), progress=False)
-        result["float64"] = max(layer.reconstruction_error() for layer in exact.layers)
+            result["float64"] = max(layer.reconstruction_error() for layer in exact.layers)
     except UnilinattnError as error:
         return result | _failed("wrong", error)
     if difference(traced.output, reference) > OUTPUT or result["float32"] > ERROR or result["float64"] > EXACT:

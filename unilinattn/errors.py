@@ -24,6 +24,10 @@ class UncoveredError(UnilinattnError, NotImplementedError):
     """An adapter or a method does not cover the requested configuration exactly."""
 
 
+class HostError(UncoveredError):
+    """The installed version of a model's package computes wrong values, which an exact map would only repeat."""
+
+
 class ExactnessWarning(UserWarning):
     """Scores come from a layer whose operator misses the host's output (`trust="warn"`)."""
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from unilinattn.call import Affine, Call, masks_by_function, package_version, projection_leak, refusing
-from unilinattn.errors import UncoveredError
+from unilinattn.errors import HostError
 from unilinattn.mixers import ScalarDecay
 from unilinattn.operator.flow import Flow, silu
 from unilinattn.registry import register_architecture
@@ -31,11 +31,11 @@ def mamba2(call: Call) -> Flow:
 
 
 def _check_chunks(call: Call) -> None:
-    """Raise `UncoveredError` for several chunks with transformers < 5.17, which passes wrong states between them."""
+    """Raise `HostError` for several chunks with transformers < 5.17, which passes wrong states between them."""
     call.refuse("seq_idx")
     length = call.input.shape[1]
     if not masks_by_function(call.module) and length > call.host.chunk_size:
-        raise UncoveredError(
+        raise HostError(
             f"{call.name} ({type(call.module).__name__} of {package_version(call.module)}) hands the wrong states from "
             f"chunk to chunk: {length} tokens with chunk_size {call.host.chunk_size}. Trace at most chunk_size tokens, "
             "or use a newer version."
@@ -61,10 +61,10 @@ def mamba2_floor(call: Call) -> Flow:
 
 
 def _check_tokens(call: Call) -> None:
-    """Raise `UncoveredError` if the host returns another number of tokens than it was given."""
+    """Raise `HostError` if the host returns another number of tokens than it was given."""
     call.refuse("seq_idx")
     if call.output is not None and call.output.shape[1] != call.input.shape[1]:
-        raise UncoveredError(
+        raise HostError(
             f"{call.name} ({type(call.module).__name__} of {package_version(call.module)}) returns "
             f"{call.output.shape[1]} tokens for {call.input.shape[1]}. Trace several tokens, or use a newer version."
         )

@@ -67,11 +67,12 @@ def without_script(model: nn.Module) -> Iterator[None]:
 
     These are the functions of the model's packages and the attributes of its modules; they are restored at the end.
     """
-    packages = {cls.__module__.partition(".")[0] for module in model.modules() for cls in type(module).__mro__}
+    modules = list(model.modules())
+    packages = {name.partition(".")[0] for name in _class_modules(modules)}
     loaded = _scripted(frozenset(packages - {"torch", "builtins"}), _loaded_modules())
     # As in `_entries`, a name may be bound again.
-    recent = [*_recent(model), *map(vars, model.modules())]
-    entries = [*loaded, *((attributes, name) for attributes in recent for name in list(attributes))]
+    recent = [*_recent(modules), *map(vars, modules)]
+    entries = [*loaded, *(entry for attributes in recent for entry in _scripted_in(attributes))]
     scripted = [(attributes, name) for attributes, name in entries if _is_scripted(attributes.get(name))]
     with _replaced([(attributes, name, attributes[name]._torchdynamo_inline) for attributes, name in scripted]):
         yield
@@ -97,8 +98,11 @@ def _replaced(functions: Sequence[tuple[dict[str, Any], str, Any]]) -> Iterator[
 def _scripted(packages: frozenset[str], loaded: int) -> tuple[Entry, ...]:
     """Return where loaded modules of packages have functions of TorchScript; `loaded` is that of `_matching`."""
     modules = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] in packages]
-    every = ((_attributes(module), name) for module in modules for name in list(_attributes(module)))
-    return tuple((attributes, name) for attributes, name in every if _is_scripted(attributes[name]))
+    return tuple(entry for module in modules for entry in _scripted_in(_attributes(module)))
+
+
+def _scripted_in(attributes: dict[str, Any]) -> list[Entry]:
+    return [(attributes, name) for name, value in list(attributes.items()) if _is_scripted(value)]
 
 
 def _is_scripted(value: Any) -> bool:
@@ -119,7 +123,7 @@ def _loaded(names: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _loaded_modules() -> int:
     """Return a number that changes with the loaded modules; their count may stay when one is exchanged."""
-    return hash(tuple((name, id(module)) for name, module in list(sys.modules.items())))
+    return hash(tuple(map(id, list(sys.modules.values()))))
 
 
 @lru_cache(maxsize=64)
@@ -133,24 +137,29 @@ def _entries(functions: Collection[Any], model: nn.Module) -> list[Entry]:
     names, loaded = {id(function) for function in functions}, _loaded_modules()
     if _scan.names != names or _scan.loaded != loaded:
         _scan.names, _scan.loaded = names, loaded
-        modules = list(sys.modules.values())
-        _scan.entries = [entry for module in modules for entry in _entries_of(_attributes(module), names)]
+        every = list(sys.modules.values())
+        _scan.entries = [entry for module in every for entry in _entries_of(_attributes(module), names)]
     # A name may be bound again in a module that was loaded before: in the user's, and in those of the host's classes.
-    recent = (entry for attributes in _recent(model) for entry in _entries_of(attributes, names))
+    modules = list(model.modules())
+    recent = (entry for attributes in _recent(modules) for entry in _entries_of(attributes, names))
     entries = [*_scan.entries, *recent]
     distinct = {(id(attributes), name): (attributes, name) for attributes, name in entries}
     result = [(attributes, name) for attributes, name in distinct.values() if id(attributes.get(name)) in names]
-    for module in model.modules():
+    for module in modules:
         # A copy of a module has another object for a bound method, which is equal.
         methods = ((name, value) for name, value in vars(module).items() if isinstance(value, FUNCTIONS))
         result += [(vars(module), name) for name, value in methods if value in functions]
     return result
 
 
-def _recent(model: nn.Module) -> list[dict[str, Any]]:
-    """Return the names in the user's module and in those of the host's classes."""
-    classes = {cls.__module__ for module in model.modules() for cls in type(module).__mro__}
-    return [_attributes(sys.modules.get(name)) for name in ("__main__", *sorted(classes))]
+def _recent(modules: Sequence[nn.Module]) -> list[dict[str, Any]]:
+    """Return the names in the user's module and in those of the classes of a model's modules."""
+    return [_attributes(sys.modules.get(name)) for name in ("__main__", *sorted(_class_modules(modules)))]
+
+
+def _class_modules(modules: Sequence[nn.Module]) -> set[str]:
+    """Return the names of the Python modules that define the classes of a model's modules."""
+    return {cls.__module__ for kind in set(map(type, modules)) for cls in kind.__mro__}
 
 
 def _entries_of(attributes: dict[str, Any], identities: Collection[int]) -> Iterator[Entry]:

@@ -5,17 +5,20 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from unilinattn.call.exactness import layer_tolerance
+from unilinattn.call.nested import tensors
 from unilinattn.errors import UncoveredError
 from unilinattn.host.module_calls import layer_input
+from unilinattn.host.recorder import MAIN
 from unilinattn.memory import return_free_pages
 from unilinattn.operator.flow import Flow, evaluated_by
 from unilinattn.operator.stages import Branch, Scale, Stage, Unmapped, walk
+from unilinattn.registry import UNREGISTERED
 from unilinattn.tracing.layer import Layer
 
 
@@ -26,13 +29,26 @@ def require_transparent(layers: Sequence[Layer]) -> None:
             raise UncoveredError(f"{layer.name} is opaque: no adapter knows it, so its part in the output is unknown.")
 
 
-def unmapped(layers: Sequence[Layer]) -> frozenset[Layer]:
-    """Return the layers whose input has no matrix to their values, and those that keep values for them in a mapping."""
+def without_operator(layers: Sequence[Layer]) -> frozenset[Layer]:
+    """Return the layers that a run computes by the rules of functions, since later modules need more than their output.
+
+    Their input has no matrix to their values, they keep values for such layers in a mapping, or they were recorded and
+    return vectors in addition to their output, such as a class token beside the patches.
+    """
     built = [layer for layer in layers if layer.prefix_error is None]
     stages = {layer: [stage for chain in layer.operator.chains.values() for stage in walk(chain)] for layer in built}
     without = [layer for layer in built if any(isinstance(stage, Unmapped) for stage in stages[layer])]
     shared = {id(x) for layer in without for x in layer.arguments.values() if isinstance(x, MutableMapping)}
-    return frozenset(layer for layer in built if layer in without or shared & {id(x) for x in layer.arguments.values()})
+    shares = (layer for layer in built if shared & {id(x) for x in layer.arguments.values()})
+    return frozenset((*without, *shares, *filter(_returns_more, built)))
+
+
+def _returns_more(layer: Layer) -> bool:
+    """Tell whether a recorded layer returned vectors of its output's width beside it, which are no weights."""
+    width = layer.output.shape[-1]
+    others = (x for x in tensors(layer.structure) if x is not MAIN and not isinstance(x, nn.Parameter))
+    vectors = (x for x in others if x.is_floating_point() and x.ndim == 3 and x.shape[-1] == width)
+    return layer.architecture == UNREGISTERED and any(x.shape[1] != x.shape[2] for x in vectors)
 
 
 def frozen_output(layer: Layer, arguments: Mapping[str, Any]) -> Tensor:

@@ -15,7 +15,7 @@ from unilinattn.call.axes import as_tokens, in_shape
 from unilinattn.call.exactness import layer_tolerance
 from unilinattn.call.nested import mapped, tensors
 from unilinattn.errors import UncoveredError
-from unilinattn.frozen.layers import frozen_output, live_output, unmapped
+from unilinattn.frozen.layers import frozen_output, live_output, without_operator
 from unilinattn.frozen.modules import plain_output
 from unilinattn.frozen.shares import Stream
 from unilinattn.host.forwards import Forward, replaced_forwards
@@ -102,7 +102,7 @@ class FrozenPass(Observer[_Call]):
         self.shared: frozenset[str] = frozenset()
         self.suspect: str | None = None
         self._in_blocks: set[int] = set()
-        self._unmapped = unmapped(spec.layers)
+        self._without_operator = without_operator(spec.layers)
         self._queues: dict[nn.Module, list[Layer]] = {}
         for layer in spec.layers:
             self._queues.setdefault(layer.module, []).append(layer)
@@ -204,7 +204,7 @@ class FrozenPass(Observer[_Call]):
 
             def forward(*args: Any, **kwargs: Any) -> Any:
                 layer = queue.pop(0)
-                if layer in self._unmapped:
+                if layer in self._without_operator:
                     return self._by_the_rules(layer, partial(host, *args, **kwargs))
                 return self._mixer(layer, bound_arguments(module, args, kwargs))
 
@@ -228,7 +228,7 @@ class FrozenPass(Observer[_Call]):
         return next((stream for stream in numbered if stream is not None), None)
 
     def _by_the_rules(self, layer: Layer, host: Callable[[], Any]) -> Any:
-        """Run a layer whose values have no matrix, such as those of an earlier layer, by the rules of functions.
+        """Run a layer of which later modules need more than its operator's output, by the rules of functions.
 
         Its weights are frozen, as those of an operator are.
         """

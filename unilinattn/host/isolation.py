@@ -191,10 +191,15 @@ def _containers(values: Iterable[Any]) -> list[Any]:
 
 
 def _copy(container: Any) -> Any:
-    return next(kind for kind in (dict, list, set) if isinstance(container, kind))(container)
+    if isinstance(container, dict):
+        return dict(container)
+    return list(container) if isinstance(container, list) else set(container)
 
 
 def _restore(container: Any, before: Any) -> None:
+    if not container and not before:
+        # Most of a module's ten tables of hooks.
+        return
     if isinstance(container, dict):
         _restore_mapping(container, before)
     elif isinstance(container, list):

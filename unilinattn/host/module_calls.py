@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from unilinattn.call import Call, Captured
 from unilinattn.call.axes import LAST, Axes, as_tokens
 from unilinattn.call.nested import tensors
-from unilinattn.errors import UncoveredError
+from unilinattn.errors import HostError, UncoveredError
 from unilinattn.operator.piecewise import Piece
 from unilinattn.registry import UNREGISTERED, Architecture, list_architectures
 
@@ -125,8 +125,9 @@ class CallRecord:
 
 
 def require_covered_calls(layers: Iterable[CallRecord], *, strict: bool) -> None:
-    """Run the `check` of each layer's adapter; with strict=False an uncovered call becomes an opaque layer.
+    """Run the `check` of each layer's adapter; a call that it refuses is recorded, unless the host is wrong.
 
+    With strict=False a call that neither covers becomes an opaque layer.
     The layers that were computed by their operators were checked before.
     """
     for record in layers:
@@ -144,7 +145,8 @@ def require_covered_calls(layers: Iterable[CallRecord], *, strict: bool) -> None
             record.architecture.check(call)
         except UncoveredError as error:
             other = list_architectures()[UNREGISTERED]
-            reason = error if record.architecture is other else _refusal(other, call)
+            is_final = record.architecture is other or isinstance(error, HostError)
+            reason = error if is_final else _refusal(other, call)
             if reason is None:
                 record.architecture = other
                 continue

@@ -167,14 +167,20 @@ TRIALS: Mapping[Need, Callable[[Call], object]] = MappingProxyType(
 )
 """Tries a need on a call: an error or False says that the trace does not meet it."""
 
+OF_WHOLE_TRACES: frozenset[Need] = frozenset(
+    {"logit", "one target", "gradients", "frozen run", "half rule", "embeddings", "embedding gradients"}
+)
+"""Needs that are the same for all layers and for some."""
+
 
 class Needs:
     """The needs that a call meets; each is tried once, when it is asked for."""
 
-    def __init__(self, call: Call) -> None:
-        """Store the call."""
+    def __init__(self, call: Call, tried: "Needs | None" = None) -> None:
+        """Store the call, and what is the same for the call of `tried`, which has other layers."""
         self._call = call
-        self._met: dict[Need, bool] = {}
+        tried_needs = {} if tried is None else tried._met
+        self._met = {need: met for need, met in tried_needs.items() if need in OF_WHOLE_TRACES}
 
     def met(self, need: Need) -> bool:
         """Try a need; False for every need of a trace with more than `TRIED` tokens."""
@@ -207,11 +213,12 @@ def advice(trace: Trace, target: Target | None, logit: Logit, accepted: Callable
 
     If none stacks all layers, the largest group of layers with equal axes is named with which some methods work.
     """
-    names = [name for name in Needs(Call(trace, target, logit, "all")).methods() if accepted(name)]
+    needs = Needs(Call(trace, target, logit, "all"))
+    names = [name for name in needs.methods() if accepted(name)]
     sentences = [f"Methods that work here with their default options: {_listed(names)}."] if names else []
     if not any("layers" in (list_methods()[name].needs or ()) for name in names):
         for group in stream_groups(trace):
-            names = Needs(Call(trace, target, logit, group)).methods()
+            names = Needs(Call(trace, target, logit, group), needs).methods()
             if names:
                 sentences.append(f"With layers={list(group)}, which are of one kind: {_listed(names)}.")
                 break

@@ -24,10 +24,12 @@ class _Promote(TorchFunctionMode):
     # This runs at every operation of the host, and a type check of its arguments would take longer than most of them.
     @no_type_check
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        # Only strings are looked up, because a tensor would be compared elementwise.
+        function, named = Tensor.double if func is Tensor.float else func, kwargs or {}
+        if _NAMES.isdisjoint(map(type, args)) and _NAMES.isdisjoint(map(type, named.values())):
+            return function(*args, **named)
+        # Only strings and types are looked up, because a tensor would be compared elementwise.
         wide = [_WIDER.get(value, value) if type(value) in _NAMES else value for value in args]
-        named = {k: _WIDER.get(v, v) if type(v) in _NAMES else v for k, v in (kwargs or {}).items()}
-        return (Tensor.double if func is Tensor.float else func)(*wide, **named)
+        return function(*wide, **{k: _WIDER.get(v, v) if type(v) in _NAMES else v for k, v in named.items()})
 
 
 @contextmanager

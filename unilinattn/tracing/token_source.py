@@ -3,7 +3,9 @@
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +15,7 @@ from unilinattn.call.nested import mapped, tensors
 from unilinattn.errors import UncoveredError
 from unilinattn.host.inputs import call_host, ids_name, is_ids, real_tokens, sequences_in
 from unilinattn.host.isolation import runs_in_gradient_mode
-from unilinattn.host.logits import logits_in
+from unilinattn.host.logits import KEEP, logits_in
 from unilinattn.host.observer import Functions
 from unilinattn.host.run import run
 from unilinattn.tracing.layer import Layer
@@ -48,8 +50,38 @@ Hold = Callable[[Mapping[str, Any]], AbstractContextManager[object]]
 """Makes the vectors of the tokens those of the traced inputs in a run on changed arguments."""
 
 
+Sources = tuple[Source, ...]
+"""The sources of several streams."""
+
+_sources: "WeakKeyDictionary[Layer, dict[object, Sources | str]]" = WeakKeyDictionary()
+"""The sources of the tokens of a trace, or the refusal, by the trace's last layer and then by the call."""
+
+
+def _remembered(find: Callable[..., Sources]) -> Callable[..., Sources]:
+    """Decorate a function of a model, arguments and layers, of which each trace asks once: it runs the model."""
+
+    @wraps(find)
+    def remembered(model: nn.Module, arguments: Mapping[str, Any], layers: Sequence[Layer]) -> Sources:
+        # Of a trace's arguments only the positions of the logits differ between the calls.
+        kept = arguments.get(KEEP)
+        call = find, tuple(kept.tolist()) if isinstance(kept, Tensor) else kept
+        answers = _sources.setdefault(layers[-1], {})
+        if call not in answers:
+            try:
+                answers[call] = find(model, arguments, layers)
+            except UncoveredError as error:
+                answers[call] = str(error)
+        answer = answers[call]
+        if isinstance(answer, str):
+            raise UncoveredError(answer)
+        return answer
+
+    return remembered
+
+
+@_remembered
 @runs_in_gradient_mode(False)
-def find_sources(model: nn.Module, arguments: Mapping[str, Any], layers: Sequence[Layer]) -> tuple[Source, ...]:
+def find_sources(model: nn.Module, arguments: Mapping[str, Any], layers: Sequence[Layer]) -> Sources:
     """Return the sources of the tokens' vectors, one for each stream of tokens that reaches the output by itself.
 
     A source are the lookups of the tokens' ids, or what enters the first block of the stream: if there are no ids, and
@@ -81,7 +113,7 @@ def find_sources(model: nn.Module, arguments: Mapping[str, Any], layers: Sequenc
 
 def _of_several(
     model: nn.Module, arguments: Mapping[str, Any], layers: Sequence[Layer], lookups: Source, batch: int | None
-) -> tuple[Source, ...]:
+) -> Sources:
     """Return the one stream that all others are computed from, or those that are all that reaches the output.
 
     `lookups` are those of the ids as the first stream. Returns none if the streams are not all that reaches the output.
@@ -121,7 +153,7 @@ def _several(
     layers: Sequence[Layer],
     streams: Sequence[TokenStream],
     batch: int | None,
-) -> tuple[Source, ...]:
+) -> Sources:
     """Return the sources of several streams that together are all that reaches the output; none if they are not all."""
     calls: list[Source] = []
     for stream in streams:
@@ -178,8 +210,9 @@ def require_alone(
         )
 
 
+@_remembered
 @runs_in_gradient_mode(False)
-def find_vectors(model: nn.Module, arguments: Mapping[str, Any], layers: Sequence[Layer]) -> tuple[Source, ...]:
+def find_vectors(model: nn.Module, arguments: Mapping[str, Any], layers: Sequence[Layer]) -> Sources:
     """Return the sources of all streams that reach the output, or of the last layer's if something else does too.
 
     Raises the errors of `find_tokens`.
