@@ -113,6 +113,22 @@ def test_a_value_without_stages_does_not_make_its_gate_the_value() -> None:
     assert relative_error(op.apply(other), expected) < LIMIT
 
 
+def test_the_passes_that_choose_values_do_not_grow_with_the_steps_of_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes: list[int] = []
+    original = frozen_module._LayerFreezing._tokens
+
+    def counted(self: Any, tensor: Tensor, element: int) -> Any:
+        passes[-1] += 1
+        return original(self, tensor, element)
+
+    monkeypatch.setattr(frozen_module._LayerFreezing, "_tokens", counted)
+    as_one_stage(monkeypatch)
+    for length in (16, 128):
+        passes.append(0)
+        operator(DeltaLoop(), draw(BATCH, length, WIDTH))
+    assert 0 < passes[0] < passes[1] < 2.5 * passes[0]
+
+
 def test_a_module_of_two_streams_has_a_stage_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = draw(2, 7, WIDTH), draw(2, 5, WIDTH, seed=1)
     stages = operator(modules.Cross(), *inputs)

@@ -4,7 +4,8 @@ The module's code runs once by the rules of `freezing`, which keep its graph. Th
 graph, and its bias the part of the output that comes from constants.
 """
 
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -25,6 +26,9 @@ from unilinattn.rules.freezing import Freezing
 from unilinattn.rules.functions import AFFINE, PRODUCTS
 from unilinattn.rules.recording import is_zero
 from unilinattn.rules.values import Operand, Token, factor_values, summed_axes, values
+
+REPEATED = 3
+"""Number of equal choices of the value at one call in a loop after which only every power of two of them is made."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,6 +143,8 @@ class _LayerFreezing(Freezing):
     def __init__(self, module: nn.Module, sources: tuple[Tensor, ...], factors: Any) -> None:
         super().__init__(lambda: type(module).__name__, lambda func, args, result: result)
         self._sources = sources
+        # The values of a product by where the code calls it: how often, the last choice, and how often in a row.
+        self._choices: dict[object, tuple[int, list[int], int]] = {}
         self._made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         for tensor in (*module.parameters(), *module.buffers()):
             self._made[tensor] = True
@@ -171,7 +177,8 @@ class _LayerFreezing(Freezing):
         if len(numbers) > 1:
             # Of a layer and its weights the input is the value.
             axes = summed_axes(func.__name__.strip("_"), args, [tensor.shape for tensor in operands])
-            last = 0 if name == "linear" else values([self._operand(operands[n], axes[n]) for n in numbers])[-1]
+            carried = [self._operand(operands[n], axes[n]) for n in numbers]
+            last = 0 if name == "linear" else self._values(values, carried)[-1]
             live = operands[numbers[last]]
             args, kwargs = _mapped_except(live, args), _mapped_except(live, kwargs)
         return super()._bilinear(name, func, args, kwargs)
@@ -184,12 +191,25 @@ class _LayerFreezing(Freezing):
             return result
         if x is other:
             return super()._product(name, func, x, other)
-        numbers = factor_values([self._operand(x), self._operand(other)])
+        numbers = self._values(factor_values, [self._operand(x), self._operand(other)])
         if len(numbers) > 1:
             return super()._product(name, func, x, other)
         live, frozen = (other, x) if numbers[0] else (x, other)
         rank = self.rank(live) if live.numel() > frozen.numel() else min(max(self.rank(x), self.rank(other)), 1)
         return self._ranked(super()._product(name, func, live, frozen.detach()), rank)
+
+    def _values(self, choose: Callable[[Sequence[Operand]], list[int]], operands: Sequence[Operand]) -> list[int]:
+        """Return the numbers of the operands that may be the value of a product.
+
+        A loop over tokens calls one product at each step, and a choice takes passes back through all earlier steps.
+        """
+        call = choose, tuple((x.rank, len(x.shape), x.summed) for x in operands), _position()
+        count, numbers, repeated = self._choices.get(call, (0, [], 0))
+        if repeated < REPEATED or count.bit_count() == 1:
+            before, numbers = numbers, choose(operands)
+            repeated = repeated + 1 if numbers == before else 1
+        self._choices[call] = count + 1, numbers, repeated
+        return numbers
 
     def _operand(self, tensor: Tensor, summed: tuple[int, ...] = ()) -> Operand:
         return Operand(self.rank(tensor), tensor.shape, summed, partial(self._tokens, tensor))
@@ -202,6 +222,15 @@ class _LayerFreezing(Freezing):
             gradients = torch.autograd.grad(value, self._sources, retain_graph=True, allow_unused=True)
         images = ((str(n), g.abs().sum(2).nonzero()) for n, g in enumerate(gradients) if g is not None)
         return frozenset((port, *token) for port, image in images for token in image.tolist())
+
+
+def _position() -> tuple[object, ...]:
+    """Return which calls of the module's code are active: the code and the instruction of each."""
+    calls, frame = [], sys._getframe(1)
+    while frame is not None and frame.f_code is not frozen_module.__code__:
+        calls.append((frame.f_code, frame.f_lasti))
+        frame = frame.f_back  # type: ignore[assignment]
+    return tuple(calls)
 
 
 def _mapped_except(live: Tensor, value: Any) -> Any:
