@@ -5,7 +5,6 @@ all of them takes more than twice as long.
 """
 
 import inspect
-from collections import Counter
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
@@ -19,7 +18,8 @@ from beartype import BeartypeConf, FrozenDict, beartype
 check = beartype(conf=BeartypeConf(hint_overrides=FrozenDict({Self: object})))
 
 _jaxtyped = jaxtyping.jaxtyped
-_calls: Counter[CodeType] = Counter()
+# Of each function: its calls in the present test file, and the number of the next one that is checked.
+_calls: dict[CodeType, list[int]] = {}
 _file: Path | None = None
 
 
@@ -35,7 +35,8 @@ def next_test(file: Path) -> None:
     global _file
     if file != _file:
         _file = file
-        _calls.clear()
+        for calls in _calls.values():
+            calls[:] = 0, 1
 
 
 def sampled(*, typechecker: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -45,14 +46,15 @@ def sampled(*, typechecker: Callable[[Any], Any]) -> Callable[[Any], Any]:
         if not inspect.isfunction(function):
             return _jaxtyped(function, typechecker=typechecker)
         # An inner function is decorated at every call of the outer one: all of them have the code in common.
-        code, checked = function.__code__, None
+        calls, checked = _calls.setdefault(function.__code__, [0, 1]), None
 
         @wraps(function)
         def counted(*arguments: Any, **options: Any) -> Any:
             nonlocal checked
-            _calls[code] += 1
-            if _calls[code] & (_calls[code] - 1):
+            calls[0] += 1
+            if calls[0] < calls[1]:
                 return function(*arguments, **options)
+            calls[1] *= 2
             # The checker is compiled for functions that are called.
             checked = checked or _jaxtyped(function, typechecker=typechecker)
             return checked(*arguments, **options)
