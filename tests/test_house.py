@@ -260,11 +260,11 @@ print(json.dumps([share, sorted({{module.partition(".")[0] for module in set(sys
 
 
 def test_the_import_is_quick_and_loads_no_extra() -> None:
-    # The least of three: the first one may have to compile the package.
-    runs = [cost_of_import("unilinattn") for _ in range(3)]
-    assert not runs[0][1] & EXTRAS
-    assert "unilinattn" in runs[0][1]
-    assert min(share for share, _ in runs) < 0.5
+    # The first one may have to compile the package.
+    share, loaded = cost_of_import("unilinattn")
+    assert not loaded & EXTRAS
+    assert "unilinattn" in loaded
+    assert share < 0.5 or min(cost_of_import("unilinattn")[0] for _ in range(2)) < 0.5
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from itertools import combinations, product
 
 import pytest
 
-from tests.quick import covering
+from tests.quick import MOST, covering, some
 
 
 def table(*rows: Sequence[str]) -> dict[Sequence[str], Sequence[str]]:
@@ -31,3 +31,10 @@ def test_values_that_are_not_combined_are_all_covered() -> None:
 
 def test_chosen_rows_count() -> None:
     assert covering(table("ax", "bx", "by"), chosen={"bx"}) == {"ax", "bx", "by"}
+
+
+def test_of_many_rows_some_run_and_each_test_begins_elsewhere() -> None:
+    rows = [f"host {number}" for number in range(20)]
+    runs = [some(rows, f"test_{number}") for number in range(200)]
+    assert {len(run) for run in runs} == {MOST} and set().union(*runs) == set(rows)
+    assert some(rows[:MOST], "test") == set(rows[:MOST]) and some(rows, "test") == some(rows, "test")

@@ -55,8 +55,13 @@ def forbidden_words(text: str) -> list[str]:
     return [match.group() for pattern in FORBIDDEN for match in re.finditer(pattern, text)]
 
 
+def beginning(content: bytes) -> bytes:
+    """Return a text whole, and the head of weights or of a picture, which says what wrote it."""
+    return content[: 1 << 14] if b"\0" in content else content
+
+
 def test_the_text_speaks_only_of_the_product() -> None:
-    texts = {path: path.read_bytes().decode(errors="replace") for path in repository_files()}
+    texts = {path: beginning(path.read_bytes()).decode(errors="replace") for path in repository_files()}
     matches = {str(path.relative_to(ROOT)): forbidden_words(text) for path, text in texts.items()}
     assert {path: words for path, words in matches.items() if words} == {}
 

@@ -1,7 +1,6 @@
 """Layers of which later modules need more than their operator's output run by the rules of functions."""
 
 import pytest
-import torch
 from torch import Tensor, nn
 from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 

@@ -16,7 +16,6 @@ from unilinattn.errors import InputError, OptionError
 from unilinattn.models.vim import VisionMamba
 from unilinattn.registry import ImageTokens, overridden, register_image_tokens
 
-ViTImageProcessor = transformers.models.vit.image_processing_pil_vit.ViTImageProcessorPil
 SMALL: dict[str, Any] = dict(
     hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, patch_size=4, image_size=8
 )
@@ -40,7 +39,9 @@ def picture(height: int = 10, width: int = 14) -> np.ndarray:
 
 
 def processor(**settings: Any) -> Any:
-    return ViTImageProcessor(**{"size": {"height": 8, "width": 8}, **settings})
+    # Its import takes seconds, and every process that collects the tests imports this file.
+    kind = transformers.models.vit.image_processing_pil_vit.ViTImageProcessorPil
+    return kind(**{"size": {"height": 8, "width": 8}, **settings})
 
 
 def transform(image: Any) -> Tensor:

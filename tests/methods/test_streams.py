@@ -240,7 +240,7 @@ def test_other_methods_have_the_tokens_of_both(name: str, decoded: int, method: 
     assert relative_error(every.scores[:, -1], row.scores) < 1e-8
 
 
-@pytest.mark.parametrize("name", ["t5", "bart"])
+@pytest.mark.parametrize("name", [pytest.param("t5", marks=pytest.mark.slow), "bart"])
 def test_a_padded_text_has_the_shares_of_the_text_alone(name: str) -> None:
     given = arguments(name)
     given["attention_mask"] = torch.tensor([[1] * 6, [1, 1, 1, 1, 0, 0]])

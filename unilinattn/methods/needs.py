@@ -179,8 +179,9 @@ class Needs:
     def __init__(self, call: Call, tried: "Needs | None" = None) -> None:
         """Store the call, and what is the same for the call of `tried`, which has other layers."""
         self._call = call
-        tried_needs = {} if tried is None else tried._met
-        self._met = {need: met for need, met in tried_needs.items() if need in OF_WHOLE_TRACES}
+        self._met: dict[Need, bool] = {}
+        if tried is not None:
+            self._met |= {need: met for need, met in tried._met.items() if need in OF_WHOLE_TRACES}
 
     def met(self, need: Need) -> bool:
         """Try a need; False for every need of a trace with more than `TRIED` tokens."""
