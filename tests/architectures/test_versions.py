@@ -1,5 +1,7 @@
 """The oldest and the newest accepted transformers: hosts that cannot be traced, and masks that are skipped."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import transformers
@@ -8,8 +10,9 @@ from torch import nn
 from tests import hosts
 from tests.architectures.versions import LEFT_OUT, OLDEST
 from tools.versions import Unavailable, model_of, sides, unavailable
-from unilinattn import trace
-from unilinattn.errors import UncoveredError
+from unilinattn import registry, trace
+from unilinattn.call import Call
+from unilinattn.errors import HostError, UncoveredError
 from unilinattn.testing import HOSTS, Host, randomize
 from unilinattn.testing.hosts import transformers_model
 from unilinattn.testing.hosts.delta import HOSTS as DELTA
@@ -45,6 +48,20 @@ def test_hosts_that_a_version_computes_wrongly_are_refused(name: str) -> None:
     host = named(MAMBA, name)
     with pytest.raises(UncoveredError, match=r"of transformers 5\.6\.2\) .* or use a newer version"):
         [layer.operator for layer in trace(host.model(), host.inputs()).layers]
+
+
+@pytest.mark.parametrize("error", [UncoveredError, HostError])
+def test_a_call_that_its_adapter_refuses_is_recorded_unless_the_host_is_wrong(error: type[UncoveredError]) -> None:
+    def refused(call: Call) -> None:
+        raise error(f"{call.name} is refused.")
+
+    host = named(HOSTS, "mamba")
+    with registry.overridden(replace(registry.list_architectures()[host.architecture], check=refused)):
+        if error is UncoveredError:
+            assert {layer.architecture for layer in trace(host.model(), host.inputs()).layers} == {"recorded"}
+        else:
+            with pytest.raises(HostError, match=r"is refused\. Or trace with strict=False"):
+                trace(host.model(), host.inputs())
 
 
 @oldest

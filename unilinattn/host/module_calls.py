@@ -152,7 +152,7 @@ def require_covered_calls(layers: Iterable[CallRecord], *, strict: bool) -> None
                 continue
             if strict:
                 both = error if reason is error else f"{error} Nor can it be recorded: {reason}"
-                raise UncoveredError(f"{both} Or trace with strict=False, which leaves this layer out.") from None
+                raise type(error)(f"{both} Or trace with strict=False, which leaves this layer out.") from None
             record.architecture = OPAQUE
 
 
