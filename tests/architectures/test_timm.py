@@ -126,6 +126,24 @@ def test_mixers_without_an_adapter_are_recorded(name: str) -> None:
     assert all(layer.reconstruction_error() < 1e-5 for layer in layers)
 
 
+MORE = {
+    "a class token beside the patches": ("pit_ti_224", dict(img_size=64)),
+    "states of a scan": ("efficientvim_m1", {}),
+    "an enlarged attention": ("lowformer_b0", {}),
+}
+"""timm's name and settings of models whose layers return more vectors than their output, or enlarge an image."""
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_the_shares_of_models_whose_layers_return_more_or_enlarge_images_add_up(name: str) -> None:
+    import timm
+
+    entry, settings = MORE[name]
+    model = randomize(timm.create_model(entry, num_classes=5, **settings).eval())
+    scores = explain(model, torch.randn(1, 3, 64, 64), method="logit", target=-1)
+    assert bool(scores.scores.isfinite().all()) and scores.completeness_gap < 1e-4
+
+
 def test_vision_models_are_explained_from_their_class_logits() -> None:
     host = HOSTS[0]
     for method in ("raw", "rollout", "attribution", "latim", "alti"):

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,9 @@ from transformers import (
     BartForConditionalGeneration,
     Blip2Config,
     Blip2ForConditionalGeneration,
+    BloomConfig,
+    BloomForCausalLM,
+    BloomModel,
     DogeConfig,
     DogeForCausalLM,
     DogeModel,
@@ -26,7 +30,7 @@ from transformers import (
 )
 
 from unilinattn.registry import list_methods
-from unilinattn.testing.hosts import host
+from unilinattn.testing.hosts import host, randomize
 
 LENGTH = 6
 TEXT = dict(
@@ -113,6 +117,11 @@ def doge_states() -> tuple[nn.Module, Any]:
     return _scaled(DogeModel(DogeConfig(**TEXT, num_key_value_heads=2))), ids()
 
 
+def bloom(kind: type[nn.Module]) -> tuple[nn.Module, Any]:
+    # Its attention reads the stream that it adds to its output beside the normed one.
+    return randomize(kind(BloomConfig(vocab_size=23, hidden_size=16, n_layer=2, n_head=2))), ids()
+
+
 def odd() -> tuple[nn.Module, Any]:
     model = LlamaForCausalLM(LlamaConfig(**TEXT))
     model.model.layers[1].post_attention_layernorm = Odd()
@@ -135,6 +144,8 @@ HOSTS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "prompt tuning": prompted,
     "Doge": doge,
     "Doge without logits": doge_states,
+    "BLOOM": partial(bloom, BloomForCausalLM),
+    "BLOOM without logits": partial(bloom, BloomModel),
     "a function without a rule": odd,
     "ViT": vit,
     "mamba": of_table("mamba"),

@@ -18,7 +18,7 @@ from unilinattn.registry import Method, list_methods, overridden
 
 SOURCES = Path(ula.__file__).parent
 REFUSALS = ("UncoveredError", "ExactnessError", "StreamError")
-QUICK = ("T5", "prompt tuning", "Doge")
+QUICK = ("prompt tuning", "Doge", "BLOOM without logits")
 WITH_TARGET = [(name, -1) for name in QUICK]
 CASES = [
     *WITH_TARGET,

@@ -14,6 +14,7 @@ from unilinattn.call import Call
 from unilinattn.call.axes import Axes, axes_of
 from unilinattn.errors import UnknownArchitectureError
 from unilinattn.operator.operator import MixerOperator
+from unilinattn.testing import relative_error
 from unilinattn.testing.hosts import randomize
 
 WIDTH = 6
@@ -65,6 +66,33 @@ def test_convolutions_of_volumes_are_exact_stages(groups: int) -> None:
     flow = recorded(Call(module, "module", {"input": x}, x.flatten(2).mT, output, axes=Axes(1, 1)))
     op = MixerOperator(flow.chains, inputs=flow.inputs, output=output)
     assert op.reconstruction_error() < LIMIT
+
+
+TRANSPOSED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "signals": (lambda: nn.ConvTranspose1d(WIDTH, 4, 4, 2, 1), (7,)),
+    "images": (lambda: nn.ConvTranspose2d(WIDTH, 4, 4, 2, 1), (4, 5)),
+    "groups": (lambda: nn.ConvTranspose2d(WIDTH, WIDTH, 3, 2, 1, output_padding=1, groups=2), (4, 5)),
+    "a kernel for each channel": (lambda: nn.ConvTranspose2d(WIDTH, WIDTH, 3, 3, groups=WIDTH), (4, 5)),
+    "dilation": (lambda: nn.ConvTranspose2d(WIDTH, 4, (3, 2), 1, dilation=2, bias=False), (4, 5)),
+    "volumes": (lambda: nn.ConvTranspose3d(WIDTH, 4, 2, 2), (3, 2, 2)),
+}
+
+
+@pytest.mark.parametrize("name", TRANSPOSED)
+def test_transposed_convolutions_are_exact_stages(name: str) -> None:
+    build, size = TRANSPOSED[name]
+    module, x = randomize(nn.Sequential(build()).double()), draw(2, WIDTH, *size)
+    with torch.no_grad():
+        output = module(x).flatten(2).mT
+        linear = module[0](draw(2, WIDTH, *size, seed=1)) - module[0](torch.zeros_like(x))
+    flow = recorded(Call(module, "module", {"input": x}, x.flatten(2).mT, output, axes=Axes(1, 1)))
+    op = MixerOperator(flow.chains, inputs=flow.inputs, output=output)
+    assert op.reconstruction_error() < LIMIT
+    other = draw(2, WIDTH, *size, seed=1).flatten(2).mT
+    assert relative_error(op.apply(other, bias=False), linear.flatten(2).mT) < LIMIT
+    g = draw(*output.shape, seed=2)
+    forward, backward = (op.apply(other, bias=False) * g).sum(), (other * op.adjoint(g)).sum()
+    assert float((forward - backward).abs()) < LIMIT * float(other.norm() * g.norm())
 
 
 def test_layers_tell_the_axis_of_channels() -> None:

@@ -47,7 +47,8 @@ def _returns_more(layer: Layer) -> bool:
     """Tell whether a recorded layer returned vectors of its output's width beside it, which are no weights."""
     width = layer.output.shape[-1]
     others = (x for x in tensors(layer.structure) if x is not MAIN and not isinstance(x, nn.Parameter))
-    vectors = (x for x in others if x.is_floating_point() and x.ndim == 3 and x.shape[-1] == width)
+    # The channels of images are their second axis, and those of a class token beside them are its last.
+    vectors = (x for x in others if x.is_floating_point() and x.ndim == 3 and width in x.shape[1:])
     return layer.architecture == UNREGISTERED and any(x.shape[1] != x.shape[2] for x in vectors)
 
 

@@ -24,8 +24,8 @@ from unilinattn.methods.results import make_result
 from unilinattn.methods.scaled import Blocks
 from unilinattn.methods.selection import (
     layers_from,
+    mixing_operator,
     one_scalar,
-    only_port,
     reads_own_tokens,
 )
 from unilinattn.options import weighted
@@ -119,7 +119,7 @@ def gradient_weights(
 
 def _by_head(inner: Float[Tensor, "batch query inner"], layer: Layer, scope: str) -> Float[Tensor, "batch head query"]:
     """Return the mean over the channels of each head; a head's channels are consecutive."""
-    heads, width = only_port(layer).num_heads(scope), inner.shape[-1]
+    heads, width = mixing_operator(layer).num_heads(scope), inner.shape[-1]
     if width % heads:
         raise UncoveredError(
             f"attribution: the output projection of {layer.name} reads {width} channels, which are no whole number for "

@@ -12,7 +12,7 @@ from unilinattn.methods.axes import Axes
 from unilinattn.methods.heads import HeadAxis
 from unilinattn.methods.maps import head_elements, map_bytes, map_shape, postprocess_bytes, postprocess_elements
 from unilinattn.methods.results import result_shape
-from unilinattn.methods.selection import only_port
+from unilinattn.methods.selection import mixing_operator
 from unilinattn.operator.cost import apply_elements, left_multiply_elements, map_cut
 from unilinattn.operator.selection import checked_heads
 from unilinattn.options.base import Options
@@ -55,7 +55,7 @@ def estimated(
             size = cost(layer)
             # The check of each layer against the host's output.
             if layer.prefix_error is None:
-                op = only_port(layer)
+                op = mixing_operator(layer)
                 size = max(size, apply_elements(op.chains, op.inputs) * layer.output.element_size())
             costs.append(LayerCost(layer.name, layer.kind, size))
     shape = shape if target is None else (*shape[:-2], shape[-1])
@@ -70,7 +70,7 @@ def gradient_passes(trace: Trace, options: ScalarOptions) -> list[LayerCost]:
 
 def map_cost(layer: Layer, options: MapOptions, *, extra_elements: int = 0) -> int:
     """Return the bytes of `attention_blocks` with the same `extra_elements`."""
-    scope = only_port(layer).scoped_map(options.scope)
+    scope = mixing_operator(layer).scoped_map(options.scope)
     return map_cut(scope, checked_heads(options.heads, scope.heads), extra_elements=extra_elements)[2]
 
 
@@ -87,7 +87,7 @@ def postprocess_cost(layer: Layer, options: MapOptions, *, computed: bool = Fals
 
 def head_cost(layer: Layer, options: MapOptions) -> int:
     """Return the bytes of `map_blocks` with a weight of each head."""
-    scope = only_port(layer).scoped_map(options.scope)
+    scope = mixing_operator(layer).scoped_map(options.scope)
     _, _, size = map_cut(scope, None, extra_elements=head_elements(layer, options))
     if options.normalize == "min-max":
         size += (1 + postprocess_elements(options.discard)) * map_bytes(layer)
@@ -97,7 +97,7 @@ def head_cost(layer: Layer, options: MapOptions) -> int:
 def vecmat_cost(layer: Layer, options: MapOptions, *, computed: bool = False) -> int:
     """Return the bytes of `vecmat`: a linear-time pass, or blocks of the map, which may be `computed` already."""
     if options.is_linear and not computed:
-        elements = left_multiply_elements(only_port(layer).scoped_map(options.scope), 1)
+        elements = left_multiply_elements(mixing_operator(layer).scoped_map(options.scope), 1)
         return elements * layer.output.element_size()
     if options.is_plain and not computed:
         return map_cost(layer, options)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from unilinattn.errors import OptionError, UncoveredError
-from unilinattn.methods.selection import only_port
+from unilinattn.methods.selection import mixing_operator, only_port
 from unilinattn.operator.heads import HeadContributions
 from unilinattn.operator.selection import checked_heads, chosen_heads
 from unilinattn.tracing.layer import Layer
@@ -24,7 +24,7 @@ def head_axis(method: str, layers: Sequence[Layer], heads: Any, scope: str = "co
 
     Raises `UncoveredError` if the layers have different numbers of heads, and `OptionError` for heads out of range.
     """
-    maps = [only_port(layer).scoped_map(scope) for layer in layers]
+    maps = [mixing_operator(layer).scoped_map(scope) for layer in layers]
     counts = {layer.name: scoped.heads for layer, scoped in zip(layers, maps, strict=True)}
     if len(set(counts.values())) > 1:
         first, other = layers[0], next(layer for layer in layers if counts[layer.name] != counts[layers[0].name])
@@ -41,7 +41,7 @@ def selected_heads(method: str, layer: Layer, heads: Any, scope: str = "core") -
 
     Raises `OptionError` for heads out of range or named twice.
     """
-    total = only_port(layer).num_heads(scope)
+    total = mixing_operator(layer).num_heads(scope)
     selection = heads if heads is None or isinstance(heads, int) else list(heads)
     try:
         indices = tuple(chosen_heads(checked_heads(selection, total), total))  # type: ignore[arg-type]  # no reduction

@@ -14,7 +14,7 @@ from unilinattn.memory import parts as slices
 from unilinattn.memory import require, rows_within
 from unilinattn.methods.selection import (
     key_mask,
-    only_port,
+    mixing_operator,
     query_rows,
     reads_own_tokens,
     real_pairs,
@@ -46,7 +46,7 @@ class Weight:
 
 def attention_rows(layer: Layer, options: MapOptions, rows: Int[Tensor, "batch row"]) -> Float[Tensor, "batch row key"]:
     """Return rows of the layer's attention map, reduced over heads by `options.heads`."""
-    return _mean_of_several(only_port(layer).rows(rows, scope=options.scope, heads=options.heads))
+    return _mean_of_several(mixing_operator(layer).rows(rows, scope=options.scope, heads=options.heads))
 
 
 def attention_blocks(
@@ -56,7 +56,7 @@ def attention_blocks(
 
     `extra_elements` is the number of elements that the caller holds for each entry of a block, within the memory limit.
     """
-    operator = only_port(layer)
+    operator = mixing_operator(layer)
     blocks = operator.row_blocks(scope=options.scope, heads=options.heads, extra_elements=extra_elements)
     return ((rows, _mean_of_several(block)) for rows, block in blocks)
 
@@ -233,7 +233,7 @@ def _signed_blocks(
     if attention is not None:
         blocks: Iterable[tuple[slice, Tensor]] = ((span, attention[:, span]) for span in _row_slices(attention, size))
     elif by_head:
-        blocks = only_port(layer).row_blocks(
+        blocks = mixing_operator(layer).row_blocks(
             scope=options.scope, heads=None, extra_elements=head_elements(layer, options)
         )
     else:
@@ -248,7 +248,7 @@ def head_elements(layer: Layer, options: MapOptions) -> int:
 
     The option `sign` takes another block, while the copy that `row_blocks` counts for the selection of heads is free.
     """
-    return only_port(layer).num_heads(options.scope) + postprocess_elements(options.discard)
+    return mixing_operator(layer).num_heads(options.scope) + postprocess_elements(options.discard)
 
 
 def vecmat(
@@ -266,7 +266,7 @@ def vecmat(
     if attention is not None or not options.is_plain or (weight is not None and weight.by_head):
         blocks = map_blocks(trace, layer, options, target=target, weight=weight, attention=attention)
         return sum_on_first(row[:, :, span] @ block for span, block in blocks)
-    op, queries, keys = only_port(layer), layer.mask, key_mask(trace, layer)
+    op, queries, keys = mixing_operator(layer), layer.mask, key_mask(trace, layer)
     real = 1 if keys is None else keys.unsqueeze(1)
     by_row = weight.values.to(row).unsqueeze(1) if weight is not None and weight.axis == "row" else torch.ones_like(row)
     ones = row.new_ones(*row.shape[:2], map_shape(layer)[2])

@@ -10,7 +10,7 @@ from unilinattn.methods.costs import estimated, map_cost
 from unilinattn.methods.heads import head_axis
 from unilinattn.methods.maps import attention_rows, fill_attention, map_shape, postprocess_, postprocess_bytes
 from unilinattn.methods.results import score_layers, to_result
-from unilinattn.methods.selection import only_port
+from unilinattn.methods.selection import mixing_operator
 from unilinattn.operator.cost import heads_cut, rows_elements
 from unilinattn.options import Raw
 from unilinattn.registry import register_method
@@ -30,7 +30,7 @@ def cost(trace: Trace, options: Raw, *, target: Target | None = None) -> Estimat
     def of(layer: Layer) -> int:
         batch, queries, keys = map_shape(layer)
         rows = queries if target is None or options.normalize == "min-max" else 1
-        width, scope = layer.output.element_size(), only_port(layer).scoped_map(options.scope)
+        width, scope = layer.output.element_size(), mixing_operator(layer).scoped_map(options.scope)
         scores = batch * rows * keys * width * (1 if axis is None else len(axis.heads))
         apart = scores if options.layers == "mean" or rows < queries or target is not None else 0
         if rows < queries:
@@ -62,9 +62,9 @@ def raw(trace: Trace, options: Raw, *, target: Target | None = None) -> Attribut
         elif axis is None:
             out.copy_(attention_rows(layer, options, rows))
         elif is_whole:
-            only_port(layer).fill_heads(out, axis.heads, options.scope)
+            mixing_operator(layer).fill_heads(out, axis.heads, options.scope)
         else:
-            out.copy_(only_port(layer).rows(rows, scope=options.scope, heads=axis.heads))
+            out.copy_(mixing_operator(layer).rows(rows, scope=options.scope, heads=axis.heads))
         for scores in out.unbind(1) if axis is not None else [out]:
             postprocess_(
                 scores, trace, layer, rows, sign=options.sign, discard=options.discard, normalize=options.normalize

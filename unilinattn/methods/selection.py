@@ -88,8 +88,6 @@ def composable_steps(trace: Trace, method: str, layers: Sequence[Layer]) -> list
     for step in selected:
         first = streams_of(trace, step[0])
         for layer in step:
-            if len(layer.ports) > 1:
-                raise UncoveredError(_several(layer))
             if (axes := streams_of(trace, layer)) != first:
                 raise UncoveredError(
                     f"{method} multiplies the maps of layers; {layer.name} ({_described(axes)}) is added to the stream "
@@ -204,6 +202,15 @@ def only_port(layer: Layer) -> MixerOperator:
     """Return a layer's operator; raise `UncoveredError` if it reads several tensors, so that one map is incomplete."""
     if len(layer.ports) > 1:
         raise UncoveredError(_several(layer))
+    return layer.operator
+
+
+def mixing_operator(layer: Layer) -> MixerOperator:
+    """Return a layer's operator, whose maps are those of the only port whose tokens it mixes.
+
+    Other ports add to the tokens of the output, such as a residual stream. Raises `UncoveredError` for several.
+    """
+    _only(layer)
     return layer.operator
 
 

@@ -12,7 +12,7 @@ from unilinattn.call.axes import Axes
 from unilinattn.errors import UncoveredError
 from unilinattn.mixers import Gather
 from unilinattn.operator.stages import Branch, Chain, Matrix, Mix, Stage, walk
-from unilinattn.rules import elementwise, linear, mixing, norms, spectral, windows
+from unilinattn.rules import convolutions, elementwise, joins, linear, mixing, norms, spectral
 from unilinattn.rules.compilation import Compilation
 from unilinattn.rules.layout import Carried, whole
 from unilinattn.rules.recording import Node
@@ -22,7 +22,7 @@ from unilinattn.rules.simplification import simplified
 DEEPEST = 100_000
 """Calls of Python inside each other while a module is compiled."""
 
-RULES = (elementwise, linear, mixing, norms, spectral, windows)
+RULES = (convolutions, elementwise, joins, linear, mixing, norms, spectral)
 """The modules that register the rules of functions."""
 
 

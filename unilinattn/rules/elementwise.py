@@ -8,13 +8,13 @@ from torch.nn import functional
 
 from unilinattn.errors import UncoveredError
 from unilinattn.rules.compilation import Compilation, is_carried, rule
+from unilinattn.rules.convolutions import windows
 from unilinattn.rules.functions import HOMOGENEOUS, MOVING, SAME, SLOPES
 from unilinattn.rules.layout import Carried
 from unilinattn.rules.recording import Node
 from unilinattn.rules.regrouping import summed
 from unilinattn.rules.slopes import frozen_slope
 from unilinattn.rules.values import factor_values
-from unilinattn.rules.windows import windows
 
 
 @rule(*SAME)

@@ -82,7 +82,7 @@ CONSTANT = NEW | _names("detach data sign floor ceil round trunc")
 LEAVING = _names("numpy array tolist")
 """Functions that return a tensor's values as objects that are not tensors."""
 
-AFFINE = {"linear": 2, "conv1d": 2, "conv2d": 2, "conv3d": 2, "conv_transpose1d": 2}
+AFFINE = {"linear": 2} | {f"conv{kind}{axes}d": 2 for kind in ("", "_transpose") for axes in (1, 2, 3)}
 """Layers by name, with the position of their bias."""
 
 PRODUCTS = _names("matmul rmatmul mm bmm mv einsum tensordot")

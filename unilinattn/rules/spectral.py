@@ -15,9 +15,9 @@ from unilinattn.mixers import Toeplitz
 from unilinattn.operator.stages import Mix
 from unilinattn.rules.compilation import Compilation, is_carried, rule
 from unilinattn.rules.contraction import Product, contracted, equation_letters
+from unilinattn.rules.joins import padded
 from unilinattn.rules.layout import Carried
 from unilinattn.rules.recording import Node
-from unilinattn.rules.windows import padded
 
 NEW = 100
 """The letter of the axis of the convolution's results."""
