@@ -1,5 +1,8 @@
 """Inputs beside the tokens: shares are those of all vectors that enter the first block, or are refused by name."""
 
+import gc
+import weakref
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ import unilinattn as ula
 from tests.methods.hosts import HOSTS
 from unilinattn.errors import UncoveredError
 from unilinattn.testing import TOLERANCES, left_as_found, relative_error
+from unilinattn.tracing.token_source import find_sources
 
 IDS = torch.tensor([[1, 2, 3, 4, 5], [7, 6, 5, 4, 3]])
 LIMIT = TOLERANCES["layer", torch.float32]
@@ -59,6 +63,23 @@ def picture() -> Tensor:
 def joined(place: str) -> Joined:
     torch.manual_seed(0)
     return Joined(place).eval()
+
+
+@pytest.mark.parametrize("place", ["placed", "end"])
+def test_a_trace_asks_once_where_its_tokens_come_from_and_keeps_nothing(place: str) -> None:
+    model, runs = joined(place), []
+    trace = ula.trace(model, {"input_ids": IDS, "image": picture()}, progress=False)
+    model.register_forward_pre_hook(lambda module, args: runs.append(module))
+    counts = []
+    for _ in range(2):
+        with suppress(UncoveredError):
+            find_sources(model, trace.arguments, trace.layers)
+        counts.append(len(runs))
+    assert counts[0] == counts[1] > 0
+    layer = weakref.ref(trace.layers[-1])
+    del trace
+    gc.collect()
+    assert layer() is None
 
 
 @pytest.mark.parametrize("place", ["placed", "summed"])
