@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import Swin2SRConfig, Swin2SRModel
 
 from tests.rules.test_recorded import LIMIT, draw
 from unilinattn import explain, trace
@@ -66,6 +67,20 @@ def test_convolutions_of_volumes_are_exact_stages(groups: int) -> None:
     flow = recorded(Call(module, "module", {"input": x}, x.flatten(2).mT, output, axes=Axes(1, 1)))
     op = MixerOperator(flow.chains, inputs=flow.inputs, output=output)
     assert op.reconstruction_error() < LIMIT
+
+
+def test_a_convolution_whose_image_becomes_tokens_again_has_the_stream_of_the_tokens() -> None:
+    sizes = dict(image_size=8, patch_size=1, window_size=4, upscale=2)
+    config = Swin2SRConfig(embed_dim=12, depths=[1, 1], num_heads=[2, 2], **sizes)
+    model = randomize(Swin2SRModel(config).double().eval())
+    made = trace(model, draw(1, 3, 8, 8), progress=False)
+    convolved = [layer for layer in made.layers if layer.name.endswith("conv")]
+    assert len(convolved) == 2
+    for layer in convolved:
+        assert layer.residual is not None and layer.residual.shape == layer.output.shape
+        step = next(step for step in made.steps if layer in step.layers)
+        assert step.stream_error() < 1e-12
+    assert bool(explain(made, method="alti", target=-1, progress=False).scores.isfinite().all())
 
 
 TRANSPOSED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {

@@ -389,7 +389,9 @@ def _stream_around(record: CallRecord, device: torch.device, dtype: torch.dtype)
     site = record.site
     if site is None:
         return _NO_STREAM
-    vectors = partial(as_tokens, batch=record.batch, axis=record.axes.output)
+    # The module may return an image, to whose tokens it is added.
+    is_alike = record.output is not None and site.stream.ndim == record.output.ndim
+    vectors = partial(as_tokens, batch=record.batch, axis=record.axes.output if is_alike else -1)
     entering, leaving = vectors(site.stream.detach().to(device, dtype)), vectors(site.total.detach())
     # Most hosts have no factor, and their tensor saves a copy.
     entering = entering if site.skip == 1 else site.skip * entering
