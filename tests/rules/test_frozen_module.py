@@ -90,6 +90,25 @@ def test_a_loop_over_tokens_is_its_frozen_recurrence(length: int) -> None:
     assert relative_error(op.apply(other), expected) < LIMIT
 
 
+class Opened(Projected):
+    """Multiplies the values of each token by a gate that reads all earlier tokens."""
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return v * k.cumsum(1).sigmoid() + v.cumsum(1)
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_a_sigmoid_that_reads_more_tokens_is_a_gate(is_whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if is_whole:
+        as_one_stage(monkeypatch)
+    module, x, other = Opened(), draw(*TOKENS), draw(*TOKENS, seed=1)
+    op = operator(module, x)
+    with torch.no_grad():
+        k, v = module.qkv(x).chunk(3, 2)[1], module.qkv(other).chunk(3, 2)[2]
+        expected = module.out(v * k.cumsum(1).sigmoid() + v.cumsum(1))
+    assert relative_error(op.apply(other), expected) < LIMIT
+
+
 class Regrouped(Projected):
     """Adds the values of every token to its group by a function without stages, and gates the sums by the queries."""
 

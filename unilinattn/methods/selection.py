@@ -88,6 +88,8 @@ def composable_steps(trace: Trace, method: str, layers: Sequence[Layer]) -> list
     for step in selected:
         first = streams_of(trace, step[0])
         for layer in step:
+            if len(layer.ports) > 1:
+                raise UncoveredError(_several(layer))
             if (axes := streams_of(trace, layer)) != first:
                 raise UncoveredError(
                     f"{method} multiplies the maps of layers; {layer.name} ({_described(axes)}) is added to the stream "
