@@ -95,4 +95,4 @@ def test_vectors_that_a_recorded_layer_returns_beside_its_output_are_explained()
     model.embedding.register_forward_hook(lambda module, args, out: vectors)
     model(token_ids())[:, 3].sum().backward()
     assert vectors.grad is not None
-    assert float((shares.tokens - (vectors * vectors.grad).sum(-1)).abs().max()) < 1e-12
+    assert float((shares.tokens - (vectors.detach() * vectors.grad).sum(-1)).abs().max()) < 1e-12
