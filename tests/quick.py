@@ -66,7 +66,7 @@ def some(rows: Sequence[T], name: str) -> set[T]:
     if len(rows) <= MOST:
         return set(rows)
     first = crc32(name.encode())
-    return {rows[(first + at * len(rows) // MOST) % len(rows)] for at in range(MOST)}
+    return {rows[(first + turn * len(rows) // MOST) % len(rows)] for turn in range(MOST)}
 
 
 def _is_combination(item: pytest.Item) -> bool:

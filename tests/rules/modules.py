@@ -69,6 +69,14 @@ class HeadsInTheBatch(Projected):
         return mixed.view(batch, HEADS, length, -1).transpose(1, 2).reshape(batch, length, -1)
 
 
+class Angles(Projected):
+    """Weights by the angle between a query and a key, as YOSO's, of which no share is linear in the tokens."""
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        cosine = functional.normalize(q, dim=-1) @ functional.normalize(k, dim=-1).mT
+        return (1 - torch.acos(0.9 * cosine) / torch.pi) ** 8 @ v
+
+
 class GroupedQueries(Projected):
     """Fused attention of repeated value heads, normed queries and a gate, with a residual."""
 
@@ -345,6 +353,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "multi-head attention": (Batched, TOKENS),
     "multi-head attention, tokens first": (TokensFirst, TOKENS),
     "heads in the batch": (HeadsInTheBatch, TOKENS),
+    "angles": (Angles, TOKENS),
     "grouped queries, gate, residual": (GroupedQueries, TOKENS),
     "linear attention": (LinearAttention, TOKENS),
     "difference of softmaxes": (Difference, TOKENS),

@@ -63,8 +63,8 @@ def _remembered(find: Callable[..., Sources]) -> Callable[..., Sources]:
     @wraps(find)
     def remembered(model: nn.Module, arguments: Mapping[str, Any], layers: Sequence[Layer]) -> Sources:
         # Of a trace's arguments only the positions of the logits differ between the calls.
-        kept = arguments.get(KEEP)
-        call = find, tuple(kept.tolist()) if isinstance(kept, Tensor) else kept
+        positions = arguments.get(KEEP)
+        call = find, tuple(positions.tolist()) if isinstance(positions, Tensor) else positions
         answers = _sources.setdefault(layers[-1], {})
         if call not in answers:
             try:
