@@ -77,7 +77,8 @@ def verdict(mutant: Mutant, copy: Path, tests: Sequence[str] = (), suites: Seque
 def _fails(copy: Path, tests: Sequence[str], suite: str) -> bool:
     """Run tests until one fails; raise `RuntimeError` if they cannot run."""
     options = ["-q", "-x", "-p", "no:cacheprovider", *SUITES[suite]]
-    environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
+    # Python takes compiled code whose source has the same second and size, as two faults may have.
+    environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", "pytest", *options, *tests]
     done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
     if done.returncode not in (PASSED, FAILED, NOT_COLLECTED, NONE_SELECTED):

@@ -42,6 +42,7 @@ def test_a_fault_is_noticed_and_undone(tmp_path: Path) -> None:
     for text, new, found in (("a + b", "a - b", "test"), ("return 1", "return 2", LIVED)):
         assert verdict(Mutant(text, text, new, ("test_sums.py",)), tmp_path, suites=["test"]) == found
     assert module.read_text() == before
+    assert not list(tmp_path.rglob("*.pyc")), "of two faults in one second, the second would run the first one's code"
 
 
 def test_unknown_words_select_no_mutant(capsys: pytest.CaptureFixture[str]) -> None:
