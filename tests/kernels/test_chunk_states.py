@@ -12,7 +12,7 @@ from unilinattn.testing import relative_error
 BATCH, HEADS = 2, 3
 SLOW = pytest.mark.slow
 
-pytestmark = pytest.mark.usefixtures("poisoned")
+pytestmark = pytest.mark.usefixtures("on_a_gpu", "poisoned")
 
 
 def transitions(kind: str, chunks: int, size: int) -> Tensor:

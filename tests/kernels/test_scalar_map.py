@@ -13,7 +13,7 @@ from unilinattn.testing.peak import peak_of
 
 BATCH, GROUPS, HEADS, CHANNELS, STATE = 2, 2, 4, 8, 3
 
-pytestmark = pytest.mark.usefixtures("poisoned")
+pytestmark = pytest.mark.usefixtures("on_a_gpu", "poisoned")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """The Triton implementation of the reduced map against its definition, in the interpreter."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -13,17 +15,15 @@ from unilinattn.testing import relative_error
 BATCH, HEADS, STATE = 2, 3, 3
 
 
-pytestmark = pytest.mark.usefixtures("poisoned")
+pytestmark = pytest.mark.usefixtures("on_a_gpu", "poisoned")
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+def small(monkeypatch: pytest.MonkeyPatch, pinned: Callable[..., None]) -> None:
     monkeypatch.setattr(form, "CHUNK", 32)
     monkeypatch.setattr(form, "COLUMNS", 32)
     monkeypatch.setattr(form, "INNER", 6)
-    monkeypatch.setitem(far_tiles.config, "ROWS", 16)
-    monkeypatch.setitem(far_tiles.config, "COLS", 32)
-    monkeypatch.setitem(far_tiles.config, "INNER", 16)
+    pinned(far_tiles, ROWS=16, COLS=32, INNER=16)
 
 
 def factors(length: int) -> tuple[Tensor, Tensor, Tensor]:

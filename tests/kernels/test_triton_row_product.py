@@ -1,5 +1,7 @@
 """The row product against its definition: in torch, and in Triton's interpreter."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -14,12 +16,11 @@ BATCH, HEADS, STATE = 2, 3, 3
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch, poisoned: None) -> None:
+def small(on_a_gpu: None, poisoned: None, monkeypatch: pytest.MonkeyPatch, pinned: Callable[..., None]) -> None:
     """Select small tiles."""
     monkeypatch.setattr(reduced, "CHUNK", 32)
     monkeypatch.setattr(form, "NUMBERS", 32 * BATCH * HEADS * STATE * 2)
-    for name, size in {"ROWS": 32, "COLS": 16, "INNER": 16}.items():
-        monkeypatch.setitem(far_tiles.config, name, size)
+    pinned(far_tiles, ROWS=32, COLS=16, INNER=16)
 
 
 def given(length: int, dtype: torch.dtype) -> tuple:

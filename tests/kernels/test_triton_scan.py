@@ -15,7 +15,7 @@ SIZES = (1, 3, 63, 130)
 SLOW = pytest.mark.slow
 
 
-pytestmark = pytest.mark.usefixtures("poisoned")
+pytestmark = pytest.mark.usefixtures("on_a_gpu", "poisoned")
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ from unilinattn.host.inputs import call_host
 from unilinattn.host.isolation import in_gradient_mode, isolated, with_own_random_numbers
 from unilinattn.host.recorder import refuse_dropout
 from unilinattn.host.wrappers import plain_run
+from unilinattn.kernels.precision import unrounded_products
 
 
 def run(
@@ -23,7 +24,7 @@ def run(
     observer: AbstractContextManager[object] | None = None,
     seed: Tensor | None = None,
 ) -> Any:
-    """Return the output of a model on `arguments`, without compiled code, checkpoints and caches.
+    """Return the output of a model on `arguments`, without compiled code, checkpoints, caches and TF32.
 
     Args:
         model: the host model.
@@ -41,7 +42,7 @@ def run(
         refuse_dropout(model)
         if seed is not None:
             torch.set_rng_state(seed)
-        with plain_run(model), mixers or nullcontext(), observer or nullcontext():
+        with plain_run(model), unrounded_products(), mixers or nullcontext(), observer or nullcontext():
             return compute()
 
     def whole() -> Any:

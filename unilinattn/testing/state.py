@@ -13,6 +13,8 @@ from torch.nn.modules import module as torch_module
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from unilinattn.kernels.precision import OPERATIONS
+
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 """Types that are compared by value; other types, except containers of these, are compared by identity."""
 
@@ -76,6 +78,7 @@ def process_state() -> State:
             "dispatch": [Same(mode) for mode in _get_current_dispatch_mode_stack()],
             "default dtype": torch.get_default_dtype(),
             "threads": torch.get_num_threads(),
+            "products": [operation.fp32_precision for operation in OPERATIONS],
             "interrupts": Same(signal.getsignal(signal.SIGINT)),
         },
         "global hooks": {
