@@ -13,7 +13,6 @@ from unilinattn import explain, trace
 from unilinattn.architectures.recorded import recorded
 from unilinattn.call import Call
 from unilinattn.call.axes import Axes, axes_of
-from unilinattn.errors import UnknownArchitectureError
 from unilinattn.operator.operator import MixerOperator
 from unilinattn.testing import relative_error
 from unilinattn.testing.hosts import randomize
@@ -176,14 +175,20 @@ def test_a_pyramid_is_explained_by_the_tokens_of_its_first_stage() -> None:
     assert result.completeness_gap is not None and result.completeness_gap < 1e-10
 
 
-def test_a_pool_between_blocks_that_is_no_module_is_refused() -> None:
+def test_a_pool_between_blocks_that_is_no_module_is_a_layer() -> None:
     class Pooled(Pyramid):
         def forward(self, x: Tensor) -> Tensor:
             x = self.stages[0](self.stem(x))
             return self.head(self.stages[1](functional.avg_pool2d(x, 3, 1, 1)).mean((2, 3)))
 
-    with pytest.raises(UnknownArchitectureError, match="outside of the registered layers"):
-        trace(randomize(Pooled().double().eval()), draw(2, 3, 16, 20))
+    traced = trace(randomize(Pooled().double().eval()), draw(2, 3, 16, 20))
+    assert [layer.name for layer in traced.layers] == [
+        "stages.0.0.attention",
+        "region_0",
+        "stages.1.0",
+        "stages.1.1.attention",
+    ]
+    assert all(layer.reconstruction_error() < LIMIT for layer in traced.layers)
 
 
 def test_a_norm_over_pixels_between_blocks_is_a_layer() -> None:

@@ -1,5 +1,6 @@
-"""Tensors inside the tuples, lists, mappings and dataclasses that modules take and return."""
+"""Tensors inside the tuples, lists, mappings, dataclasses and objects with logits that modules take and return."""
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
@@ -8,7 +9,7 @@ from torch import Tensor
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
-    """Yield every tensor of nested tuples, lists, mappings and dataclasses, in order."""
+    """Yield every tensor of nested tuples, lists, mappings, dataclasses and objects with logits, in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list, Mapping)):
@@ -16,6 +17,8 @@ def tensors(value: Any) -> Iterator[Tensor]:
             yield from tensors(item)
     elif is_dataclass(value) and not isinstance(value, type):
         yield from tensors(_parts(value))
+    elif _has_logits(value):
+        yield from tensors(vars(value))
 
 
 def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
@@ -30,7 +33,16 @@ def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
         return type(value)(*results) if hasattr(value, "_fields") else type(value)(results)
     if is_dataclass(value) and not isinstance(value, type):
         return replace(value, **mapped(_parts(value), function))
+    if _has_logits(value):
+        result = copy.copy(value)
+        vars(result).update(mapped(vars(value), function))
+        return result
     return value
+
+
+def _has_logits(value: Any) -> bool:
+    """Whether an object of a class of the model's own holds logits, as outputs do."""
+    return hasattr(value, "__dict__") and isinstance(vars(value).get("logits"), Tensor)
 
 
 def _parts(value: Any) -> dict[str, Any]:

@@ -73,9 +73,11 @@ def call_host(model: nn.Module, arguments: Mapping[str, Any]) -> Any:
         return model(*arguments.values()) if _only_positional(model) else model(**arguments)
     except (UnilinattnError, torch.OutOfMemoryError):
         raise
-    except TypeError as error:
-        # A host whose forward passes its keyword arguments on may set this one itself.
-        if "use_cache" not in arguments or "multiple values for keyword argument 'use_cache'" not in str(error):
+    except (TypeError, KeyError) as error:
+        # A host whose forward passes its keyword arguments on may set this one itself. Python raises `KeyError`
+        # where a mode sees the module's name, which the message of the `TypeError` needs.
+        is_twice = str(error) == "'use_cache'" or "multiple values for keyword argument 'use_cache'" in str(error)
+        if "use_cache" not in arguments or not is_twice:
             raise
         return call_host(model, {name: value for name, value in arguments.items() if name != "use_cache"})
     except (IndexError, RuntimeError, ValueError, AssertionError) as error:

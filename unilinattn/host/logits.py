@@ -69,9 +69,10 @@ def logits_of(
     if logits is None:
         named = _entry(output)
         state = f"logits of shape {tuple(named.shape)}" if isinstance(named, Tensor) else "no logits"
+        entry = "out.last_hidden_state" if named is None and isinstance(output, Mapping) else "out"
+        entry = "out[0]" if isinstance(output, (tuple, list)) else entry
         raise InputError(
-            f"{model} returns {state}; give `logit` as a function of its output, such as "
-            "lambda out: out.last_hidden_state[:, -1, 0]."
+            f"{model} returns {state}; give `logit` as a function of its output, such as lambda out: {entry}[:, -1, 0]."
         )
     if tokens is None:
         return logits

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from unilinattn.call.nested import tensors
-from unilinattn.errors import OptionError, UncoveredError
+from unilinattn.errors import OptionError, UncoveredError, UnknownArchitectureError
 from unilinattn.host.image import image_tokens, is_image, processed
 from unilinattn.host.inputs import host_arguments, token_ids
 from unilinattn.host.isolation import in_gradient_mode
@@ -31,6 +31,7 @@ from unilinattn.tracing.gradients import gradient_of
 from unilinattn.tracing.layer import Layer, Step
 from unilinattn.tracing.padding import masks_of_streams, warn_of_leaks, warn_of_recorded_leaks
 from unilinattn.tracing.recording import covered_run
+from unilinattn.tracing.regions import regional_model
 from unilinattn.tracing.streaming import run_in_pieces
 from unilinattn.tracing.token_streams import TokenStream, stream_written, token_streams
 from unilinattn.tracing.weights import Weights
@@ -254,24 +255,36 @@ def trace(
         text = tokenized(inputs, tokenizer)
     # The caller may write into the tensors before a gradient runs the model on them again.
     arguments = in_gradient_mode(False, lambda: tree_map_only(Tensor, torch.clone, host_arguments(model, inputs)))
-    if stream_to is None:
-        recorder, output, seed = covered_run(model, arguments, strict=strict, progress=progress, above=substitute_above)
-    else:
-        recorder, output = run_in_pieces(
-            model, arguments, stream_to, dtype, strict=strict, progress=progress, above=substitute_above
-        )
-    warn_of_leaks(arguments, recorder.layers)
-    builder = LayerBuilder(model, arguments, dtype, masks_of_streams(model, arguments, recorder.layers))
-    layers, steps = builder.build_steps(recorder.layers)
-    warn_of_recorded_leaks(arguments, layers)
-    mask, weights = builder.mask, builder.weights
-    traced = Trace(model, arguments, output, layers, steps, mask, weights, recorder.opaque, text)
-    if stream_to is None and not may_be_long(arguments, substitute_above):
-        named = {*(inputs if isinstance(inputs, Mapping) else arguments), CACHE_FLAG}
-        call = {name: value for name, value in arguments.items() if name in named}
-        is_default = CACHE_FLAG in call and not (isinstance(inputs, Mapping) and CACHE_FLAG in inputs)
-        if is_default and recorder.opaque:
-            # A host without an adapter may compute something else with a cache, which it may fill by default.
-            call[CACHE_FLAG] = getattr(getattr(model, "config", None), CACHE_FLAG, False)
-        traced.warnings = compared_with_call(model, call, arguments, output, seed)
-    return traced
+
+    def built(model: nn.Module) -> Trace:
+        if stream_to is None:
+            recorder, output, seed = covered_run(
+                model, arguments, strict=strict, progress=progress, above=substitute_above
+            )
+        else:
+            recorder, output = run_in_pieces(
+                model, arguments, stream_to, dtype, strict=strict, progress=progress, above=substitute_above
+            )
+        warn_of_leaks(arguments, recorder.layers)
+        builder = LayerBuilder(model, arguments, dtype, masks_of_streams(model, arguments, recorder.layers))
+        layers, steps = builder.build_steps(recorder.layers)
+        warn_of_recorded_leaks(arguments, layers)
+        mask, weights = builder.mask, builder.weights
+        traced = Trace(model, arguments, output, layers, steps, mask, weights, recorder.opaque, text)
+        if stream_to is None and not may_be_long(arguments, substitute_above):
+            named = {*(inputs if isinstance(inputs, Mapping) else arguments), CACHE_FLAG}
+            call = {name: value for name, value in arguments.items() if name in named}
+            is_default = CACHE_FLAG in call and not (isinstance(inputs, Mapping) and CACHE_FLAG in inputs)
+            if is_default and recorder.opaque:
+                # A host without an adapter may compute something else with a cache, which it may fill by default.
+                call[CACHE_FLAG] = getattr(getattr(model, "config", None), CACHE_FLAG, False)
+            traced.warnings = compared_with_call(model, call, arguments, output, seed)
+        return traced
+
+    try:
+        return built(model)
+    except (UncoveredError, UnknownArchitectureError):
+        regional = regional_model(model, arguments)
+        if regional is None:
+            raise
+    return built(regional)

@@ -1,0 +1,322 @@
+"""Layers without a module: parts of a forward that mixes tokens itself, between two tensors of its stream.
+
+A run of the forward is recorded as calls of functions and of submodules, and `region_plans` finds its regions. A
+shallow copy of the model has a module for each of them. Its forward is the model's own, but that the calls of a region
+compute nothing until the last one, which calls the region's module. The copy's output is compared with the model's.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial, wraps
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.utils._device import DeviceContext
+
+from unilinattn.call.exactness import layer_tolerance
+from unilinattn.call.nested import mapped, tensors
+from unilinattn.errors import UncoveredError
+from unilinattn.host.run import run
+from unilinattn.tracing.module_frame import Event, Frame, Recording, Value, results_of
+from unilinattn.tracing.region_plans import Plan, planned
+from unilinattn.tracing.unknown import probable_mixers
+
+Shapes = tuple[tuple[object, ...], ...]
+"""Shape and dtype of each tensor."""
+
+
+@dataclass(frozen=True)
+class _Member:
+    """A submodule, parameter or buffer of a region, by its name there."""
+
+    name: str
+
+
+class Region(nn.Module):
+    """A part of a forward as a module: its calls in the recorded order, for inputs of recorded shapes."""
+
+    def __init__(self) -> None:
+        """Begin without calls."""
+        super().__init__()
+        self._plans: dict[Shapes, Plan] = {}
+
+    def learn(self, shapes: Shapes, plan: Plan) -> None:
+        """Store the calls for inputs of these shapes; modules and weights that they use become the region's own."""
+
+        def named(item: Any) -> Any:
+            return self._member(item) if isinstance(item, (Tensor, nn.Module)) else item
+
+        calls = []
+        for call in plan.calls:
+            args, kwargs = mapped((call.args, dict(call.kwargs)), named)
+            calls.append(replace(call, target=named(call.target), args=args, kwargs=kwargs, result=None))
+        self._plans[shapes] = replace(plan, calls=tuple(calls))
+
+    def _member(self, item: Tensor | nn.Module) -> _Member:
+        members = {**self._modules, **self._parameters, **self._buffers}
+        name = next((name for name, member in members.items() if member is item), None)
+        if name is None:
+            name = f"member_{len(members)}"
+            if isinstance(item, nn.Module):
+                self.add_module(name, item)
+            elif isinstance(item, nn.Parameter):
+                self.register_parameter(name, item)
+            else:
+                self.register_buffer(name, item, persistent=False)
+        return _Member(name)
+
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+        """Compute the region's output from the tensor that enters, and from the others that it reads.
+
+        Raises `UncoveredError` for tensors of shapes for which it was not recorded.
+        """
+        plan = self._plans.get(shapes_of((x, *others)))
+        if plan is None:
+            raise UncoveredError(
+                f"A part of the model's forward was recorded for tensors of other shapes than "
+                f"{[tuple(t.shape) for t in (x, *others)]}. Move it into a module of its own."
+            )
+        values = dict(zip((plan.entered, *plan.others), (x, *others), strict=True))
+
+        def resolved(item: Any) -> Any:
+            return values[item] if isinstance(item, Value) else getattr(self, item.name)
+
+        for call in plan.calls:
+            args, kwargs = _replaced((call.args, call.kwargs), resolved)
+            target = resolved(call.target) if isinstance(call.target, _Member) else call.target
+            values.update(zip(call.values, results_of(target, args, target(*args, **kwargs)), strict=True))
+        return values[plan.output]
+
+
+def _replaced(nested: Any, function: Callable[[Any], Any]) -> Any:
+    """Return the same nesting with `function` applied to its values and members."""
+    if isinstance(nested, (Value, _Member)):
+        return function(nested)
+    if type(nested) is dict:
+        return {key: _replaced(item, function) for key, item in nested.items()}
+    return type(nested)(_replaced(item, function) for item in nested) if type(nested) in (tuple, list) else nested
+
+
+def shapes_of(values: Any) -> Shapes:
+    """Return shape and dtype of every tensor in nested values."""
+    return tuple((*tensor.shape, tensor.dtype) for tensor in tensors(values))
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """A forward for arguments of certain shapes: its calls, its regions, and the shapes of what these read."""
+
+    events: tuple[Event, ...]
+    plans: tuple[Plan, ...]
+    shapes: tuple[Shapes, ...]
+
+
+class _Forwards:
+    """The recorded forwards of a module by `_key` of their arguments, and the one of the latest run."""
+
+    def __init__(self) -> None:
+        self.recorded: dict[object, _Recorded] = {}
+        self.latest: _Recorded | None = None
+
+
+_forwards: "WeakKeyDictionary[nn.Module, _Forwards]" = WeakKeyDictionary()
+
+
+class _Run(Frame):
+    """A run of a forward in which the last call of each region calls the region's module."""
+
+    def __init__(self, module: nn.Module, recorded: _Recorded, arguments: Sequence[Tensor]) -> None:
+        super().__init__(module)
+        self._recorded = recorded
+        self._regions = {call.number: at for at, plan in enumerate(recorded.plans) for call in plan.calls}
+        self._needed = {value for plan in recorded.plans for value in (plan.entered, *plan.others)}
+        self._values = {Value(-1, position): tensor for position, tensor in enumerate(arguments)}
+        self._written: dict[int, Tensor] = {}
+
+    def handle(self, number: int, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Compute a call outside of regions, or a region at its last call."""
+        events = self._recorded.events
+        if number >= len(events) or events[number].target != target:
+            raise UncoveredError(
+                f"{type(self.module).__name__} mixes tokens in its own forward, and calls other functions than in an "
+                "earlier run on tensors of the same shapes. Move what mixes into a module of its own."
+            )
+        event = events[number]
+        if number not in self._regions:
+            result = target(*args, **kwargs)
+        else:
+            result = self._placeholder(self._regions[number], event)
+        for value, tensor in zip(event.values, results_of(target, args, result), strict=True):
+            if value in self._needed:
+                self._values[value] = tensor
+        return result
+
+    def _placeholder(self, at: int, event: Event) -> Any:
+        """Return the result of a region's call: its output at the last one, before it tensors that nothing reads."""
+        plan = self._recorded.plans[at]
+        if plan.made in event.values:
+            self._written[at] = event.result.new_empty(event.result.shape)
+            return self._written[at]
+        if event is not plan.calls[-1]:
+            return event.result
+        region = self.module.get_submodule(region_name(at))
+        output = region(self._values[plan.entered], *(self._values[value] for value in plan.others))
+        if at in self._written:
+            output = self._written.pop(at).copy_(output)
+        results = iter(event.values)
+        return mapped(event.result, lambda tensor: output if next(results) == plan.output else tensor)
+
+
+def region_name(number: int) -> str:
+    """Return the name of a region in the module of whose forward it is a part."""
+    return f"region_{number}"
+
+
+def _with_forward(cls: type[nn.Module], *, is_model: bool) -> type[nn.Module]:
+    """Return a subclass whose forward calls the regions as modules; named as the class.
+
+    `is_model`: whether its arguments are those of the whole model, so that vectors among them are pixels or embeddings.
+    """
+
+    @wraps(cls.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        host = partial(cls.forward, self, *args, **kwargs)
+        recorded = _recorded(self, host, args, kwargs, is_model=is_model)
+        if region_name(0) not in self._modules:
+            # The first run finds the regions, which `with_regions` makes modules.
+            return host()
+        _learn(self, recorded)
+        with _Run(self, recorded, [*tensors((args, kwargs))]).running():
+            return host()
+
+    names = {"forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    return type(cls.__name__, (cls,), names)
+
+
+def _recorded(
+    module: nn.Module, host: Callable[[], Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], *, is_model: bool
+) -> _Recorded:
+    """Return the recorded forward for such arguments; the first time it runs once more."""
+    forwards = _forwards.setdefault(module, _Forwards())
+    key = _key(args, kwargs)
+    if key not in forwards.recorded:
+        arguments = [*tensors((args, kwargs))]
+        frame = Recording(module, arguments)
+
+        def once() -> Any:
+            with frame.running():
+                return host()
+
+        with _without_modes():
+            output = run(module, once, seed=torch.get_rng_state())
+        names = {id(tensor): name for name, value in kwargs.items() for tensor in tensors(value)}
+        tokens = [Value(-1, k) for k, tensor in enumerate(arguments) if "mask" not in names.get(id(tensor), "")]
+        vectors = {value for value in tokens if arguments[value.position].is_floating_point()}
+        ends = [value for tensor in tensors(output) if isinstance(value := frame.value(tensor), Value)]
+        plans = tuple(planned(frame.events, {*tokens} - vectors, vectors if is_model else set(), ends))
+        read = (tuple(frame.made[value] for value in (plan.entered, *plan.others)) for plan in plans)
+        forwards.recorded[key] = _Recorded(tuple(frame.events), plans, tuple(read))
+    forwards.latest = forwards.recorded[key]
+    return forwards.latest
+
+
+def _key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
+    others = [value for value in (*args, *kwargs.values()) if not isinstance(value, Tensor)]
+    return shapes_of((args, kwargs)), tuple(kwargs), repr(others)
+
+
+def _learn(module: nn.Module, recorded: _Recorded) -> None:
+    """Give the regions of a module the calls of a recorded forward."""
+    for at, (plan, shapes) in enumerate(zip(recorded.plans, recorded.shapes, strict=True)):
+        region = module._modules.get(region_name(at))
+        if not isinstance(region, Region):
+            raise UncoveredError(
+                f"{type(module).__name__} mixes tokens in its own forward, in {len(recorded.plans)} parts for this "
+                f"input and in {at} for earlier ones. Move what mixes into a module of its own."
+            )
+        region.learn(shapes, plan)
+
+
+@contextmanager
+def _without_modes() -> Iterator[None]:
+    """Hide a run from the function modes around it, but for the device of new tensors."""
+    modes = [_pop_mode() for _ in _get_current_function_mode_stack()]
+    try:
+        with ExitStack() as stack:
+            for mode in reversed(modes):
+                if isinstance(mode, DeviceContext):
+                    stack.enter_context(mode)
+            yield
+    finally:
+        for mode in reversed(modes):
+            _push_mode(mode)
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """A copy of a model: the weights that it had, the path of the forward, and what was recorded for checked inputs."""
+
+    weights: object
+    path: str
+    model: nn.Module
+    checked: dict[object, _Recorded | None]
+
+
+_copies: "WeakKeyDictionary[nn.Module, _Copy]" = WeakKeyDictionary()
+
+
+def regional_model(model: nn.Module, arguments: Mapping[str, Any]) -> nn.Module | None:
+    """Return a model that computes the same, in which regions of a forward that takes ids or pixels are modules.
+
+    It shares modules and weights with `model`, which stays as it is. None without a module that mixes tokens of ids in
+    its own forward. Runs the model four times for each new shape of its inputs.
+
+    Raises `UncoveredError` if what the forward computes depends on numbers of its tokens, or comes out otherwise.
+    """
+    weights = tuple((id(t), t.dtype) for t in (*model.parameters(), *model.buffers()))
+    if model not in _copies or _copies[model].weights != weights:
+        path = next(iter(probable_mixers(model, arguments)), ("", model))[0]
+        _copies[model] = _Copy(weights, path, _copied(model, path, is_model=not path), {})
+    made, key, seed = _copies[model], _key((), arguments), torch.get_rng_state()
+    inner = made.model.get_submodule(made.path)
+    if key not in made.checked:
+        run(made.model, arguments, seed=seed)
+        recorded = _forwards[inner].latest if inner in _forwards else None
+        if recorded is not None and recorded.plans:
+            for name in map(region_name, range(len(recorded.plans))):
+                if name not in inner._modules:
+                    inner.add_module(name, Region())
+            _require_same(model, run(model, arguments, seed=seed), run(made.model, arguments, seed=seed))
+        made.checked[key] = recorded if recorded is not None and recorded.plans else None
+    recorded = made.checked[key]
+    if recorded is None:
+        return None
+    _learn(inner, recorded)
+    return made.model
+
+
+def _require_same(model: nn.Module, expected: Any, output: Any) -> None:
+    """Raise `UncoveredError` unless a model's output is the one with its regions as modules."""
+    pairs = zip(tensors(expected), tensors(output), strict=True)
+    error = max((float((a - b).double().norm() / a.double().norm().clamp_min(1e-30)) for a, b in pairs), default=0.0)
+    if not error <= layer_tolerance(torch.float32):
+        raise UncoveredError(
+            f"{type(model).__name__} mixes tokens in its own forward, whose output differs by {error:.1e} when parts "
+            "of it run as modules. Move what mixes into a module of its own."
+        )
+
+
+def _copied(model: nn.Module, path: str, *, is_model: bool) -> nn.Module:
+    """Return a shallow copy of a model, and of the modules on the way to a path, whose forward calls regions."""
+    copied: nn.Module = type(model).__new__(type(model))
+    vars(copied).update(vars(model), _modules=dict(model._modules))
+    if path:
+        name, _, rest = path.partition(".")
+        copied._modules[name] = _copied(model.get_submodule(name), rest, is_model=is_model)
+    else:
+        copied.__class__ = _with_forward(type(model), is_model=is_model)
+    return copied
