@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -96,20 +97,30 @@ def scaled_stream() -> Trace:
     return trace(model.eval(), inputs)
 
 
-@pytest.mark.parametrize("ask", [explain, estimate])
-def test_a_model_outside_the_default_is_refused_with_the_methods_that_work(ask: Callable) -> None:
+def test_layers_that_cannot_be_composed_are_explained_one_by_one_with_a_warning() -> None:
+    host_trace = scaled_stream()
+    with pytest.warns(UserWarning, match=r"alti composed over all layers.* does not work here: alti needs the stream"):
+        result = explain(host_trace, target=-1)
+    named = explain(host_trace, target=-1, method="latim")
+    assert result.method == "latim" and torch.equal(result.scores, named.scores)
+    assert [note for note in result.warnings if "one by one, by latim" in note]
+    with pytest.warns(UserWarning, match="one by one"):
+        assert explain(host_trace, target=-1, layers=["layers.0.self_attn"]).layers == ("layers.0.self_attn",)
+    with pytest.raises(UncoveredError, match="alti needs the stream"):
+        explain(host_trace, target=-1, residual=True)
+
+
+@pytest.mark.parametrize("ask", [partial(explain, method="alti", compose="rollout"), estimate])
+def test_a_model_outside_a_method_is_refused_with_the_methods_that_work(ask: Callable) -> None:
     host_trace = scaled_stream()
     with pytest.raises(UncoveredError) as refusal:
         ask(host_trace, target=-1)
     message = str(refusal.value)
-    assert "'alti' composed over all layers" in message
+    assert ("'alti' composed over all layers" in message) == (ask is estimate)
     named = re.findall(r"'(\w+)'", message.partition("Methods that work here")[2])
     assert named == ["latim", "raw", "rollout"]
     for name in named:
-        assert ask(host_trace, method=name, target=-1).method == name
-    with pytest.raises(UncoveredError) as plain:
-        ask(host_trace, method="alti", compose="rollout", target=-1)
-    assert "No method was named" not in str(plain.value)
+        assert getattr(ask, "func", ask)(host_trace, method=name, target=-1).method == name
 
 
 def test_tokens_label_one_sequence_or_several() -> None:

@@ -146,6 +146,9 @@ def _embeddings(gradient: bool, call: Call) -> None:
     in_gradient_mode(True, lambda: model.isolated(run))
 
 
+REFUSALS = (UncoveredError, StreamError, ExactnessError)
+"""Errors by which a method refuses a trace that another may explain."""
+
 TRIALS: Mapping[Need, Callable[[Call], object]] = MappingProxyType(
     {
         "logit": lambda call: only_target(call.trace, call.target, call.logit),
@@ -248,5 +251,5 @@ def advised(
 
     try:
         yield
-    except (UncoveredError, StreamError, ExactnessError) as error:
+    except REFUSALS as error:
         raise type(error)(f"{error} {note}{advice(trace, target, options.get('logit'), accepted)}") from error

@@ -24,7 +24,7 @@ from unilinattn.host.logits import has_logits
 from unilinattn.kernels.precision import full_precision
 from unilinattn.memory import max_memory as limited_to
 from unilinattn.methods.costs import trace_bytes
-from unilinattn.methods.needs import advised
+from unilinattn.methods.needs import REFUSALS, advised
 from unilinattn.methods.sinks import warn_of_sinks
 from unilinattn.methods.targets import NamedTarget, logit_names, logit_of, position_of
 from unilinattn.methods.underflow import head_underflow
@@ -49,6 +49,9 @@ COMPOSED = Alti(compose="rollout")
 Among the methods that compose all layers from maps it finds the known answers of the trained Mamba models best, as
 `unilinattn compare` shows.
 """
+
+SINGLE = ("latim", "raw")
+"""Methods of single layers, one of which takes the place of `COMPOSED` where the layers cannot be composed."""
 
 
 def explain(
@@ -76,7 +79,8 @@ def explain(
         tokenizer: the tokenizer of texts; it also labels the tokens and reads the option `logit` if that is a text.
         processor: the processor of images, as in `trace`.
         method: a method, such as `methods.Latim(p=1)`, or the name of one, by default `logit`, or for a model without
-            logits `methods.Alti(compose="rollout")`; the result names it.
+            logits `methods.Alti(compose="rollout")`, or where its layers cannot be composed `latim` or `raw` of each
+            layer, with a warning; the result names it.
         target: a position, or one for each sequence, counted over real tokens and negative from their end; "last";
             "cls" for the token that class logits read; a text or a compiled pattern, for the last token of the only
             place in each input text where it matches; None keeps every query.
@@ -102,7 +106,12 @@ def explain(
         target, options = _by_position(traced, tokenizer, target, options)
         entry, options = chosen_method(name, options, traced)
         with advised(traced, target, entry, options, note=_default_note(entry, name)):
-            result = run_method(entry, traced, target, options)
+            try:
+                result = run_method(entry, traced, target, options)
+            except REFUSALS as refusal:
+                if name is not None or entry.name != COMPOSED.name:
+                    raise
+                result = _by_layer(traced, target, options, refusal)
     return warn_of_sinks(_with_labels(result, traced, tokens, tokenizer, grid))
 
 
@@ -261,6 +270,24 @@ def chosen_method(name: str | None, options: dict[str, Any], traced: Trace) -> t
     if has_logits(traced.output) or callable(options.get("logit")):
         return registered("logit"), options
     return registered(COMPOSED.name), {**COMPOSED.keywords, **options}
+
+
+def _by_layer(traced: Trace, target: Target | None, options: Mapping[str, Any], refusal: Exception) -> Attribution:
+    """Return the result of the first method of `SINGLE` that works; raise the refusal of the default if none does."""
+    single = {name: value for name, value in options.items() if COMPOSED.keywords.get(name) != value}
+    for method in map(registered, SINGLE):
+        try:
+            result = run_method(method, traced, target, single)
+        except (OptionError, *REFUSALS):
+            continue
+        reason = str(refusal).partition(". ")[0].rstrip(".")
+        note = (
+            f"{COMPOSED.name} composed over all layers, the default for a model without logits, does not work here: "
+            f"{reason}. These are the layers one by one, by {method.name}."
+        )
+        warnings.warn(note, UserWarning, stacklevel=3)
+        return replace(result, warnings=(*result.warnings, note))
+    raise refusal
 
 
 def _default_note(method: Method, named: str | None) -> str:
