@@ -6,11 +6,13 @@ from functools import partial
 
 import pytest
 import torch
+import transformers
 from jaxtyping import TypeCheckError
 from transformers import MambaConfig, MambaModel
 
 from tests.methods import refused
 from tests.methods.hosts import BATCH, HOSTS, LENGTH, inputs, real_tokens, traced
+from tools.sweep_configs import tiny_config
 from unilinattn.errors import InputError, NonFiniteError, OptionError, UncoveredError
 from unilinattn.methods import alti, compare, estimate, explain, latim, logit, rollout
 from unilinattn.tracing.trace import Trace, trace
@@ -108,6 +110,14 @@ def test_layers_that_cannot_be_composed_are_explained_one_by_one_with_a_warning(
         assert explain(host_trace, target=-1, layers=["layers.0.self_attn"]).layers == ("layers.0.self_attn",)
     with pytest.raises(UncoveredError, match="alti needs the stream"):
         explain(host_trace, target=-1, residual=True)
+
+
+@pytest.mark.slow
+def test_of_layers_of_several_streams_the_largest_group_is_explained() -> None:
+    model = transformers.CanineModel(tiny_config(transformers.CanineConfig)).eval()
+    with pytest.warns(UserWarning, match=r"These are 3 of the 4 layers one by one, by latim"):
+        result = explain(model, torch.arange(3, 10)[None], target=-1)
+    assert len(result.layers) == 3
 
 
 @pytest.mark.parametrize("ask", [partial(explain, method="alti", compose="rollout"), estimate])

@@ -4,9 +4,12 @@ from functools import cache
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional
 
 import unilinattn as ula
 from tests.hosts import named
+from tests.tracing.models import WIDTH, Block, Model, added, ids
 from unilinattn.errors import UncoveredError
 from unilinattn.testing import relative_error
 
@@ -38,6 +41,39 @@ def test_the_cores_of_a_sum_have_a_gradient_each() -> None:
     at_cores = layer.core_pullback()(grad)
     for each, matrix in zip(at_cores, (wave.real, wave.imag), strict=True):
         assert min(relative_error(each, sign * grad @ matrix) for sign in (1, -1)) < 1e-12
+
+
+class Gated(nn.Module):
+    """Attention whose output is gated: by its own tokens, or by the mixed ones."""
+
+    def __init__(self, *, of_mixed: bool) -> None:
+        super().__init__()
+        self.of_mixed = of_mixed
+        self.inner, self.gate, self.outer = (
+            nn.Linear(WIDTH, 3 * WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mixed = functional.scaled_dot_product_attention(*self.inner(x).chunk(3, -1), is_causal=True)
+        return self.outer(mixed * self.gate(mixed if self.of_mixed else x).sigmoid() * 2)
+
+
+def test_a_gate_of_its_own_tokens_is_a_factor_of_the_gradient() -> None:
+    model = Model(Block(added, Gated(of_mixed=False))).double().eval()
+    (layer,) = ula.trace(model, ids(), progress=False).layers
+    grad, module = draw(layer.output), layer.module
+    (at_core,) = layer.core_pullback()(grad)
+    expected = 2 * (grad @ module.outer.weight) * module.gate(layer.input).sigmoid()
+    assert layer.architecture == "recorded" and relative_error(at_core, expected.detach()) < 1e-12
+
+
+def test_a_gate_of_the_mixed_tokens_is_refused() -> None:
+    model = Model(Block(added, Gated(of_mixed=True))).double().eval()
+    (layer,) = ula.trace(model, ids(), progress=False).layers
+    with pytest.raises(UncoveredError, match=r"what follows its core \(gate\) is a constant"):
+        layer.core_pullback()(layer.output)
 
 
 @pytest.mark.parametrize("method", ["attention_grad", "transformer_attribution"])

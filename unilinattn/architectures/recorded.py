@@ -94,6 +94,7 @@ def recorded(call: Call) -> Flow:
     batch, length = call.input.shape[:2]
     tokens = torch.arange(length, device=call.input.device).expand(batch, -1)
     diagonal = Flow(call.input).core(Gather(tokens, length, like=call.input))
+    diagonal.is_recorded = True
     for stage in flow.chain:
         diagonal.stage(replace(stage, role="output") if isinstance(stage, Matrix) else stage)
     return diagonal
@@ -148,6 +149,7 @@ def recorded_stages(call: Call) -> Flow:
     if chains is None:
         raise UncoveredError(f"{_named(call)}: {reason}.")
     flow = _flow(call, chains, inputs, transposed=transposed)
+    flow.is_recorded = True
     expected = _output(call, output, transposed=transposed)
     with torch.no_grad():
         missed = relative_error(flow.value.reshape(1, -1), expected.reshape(1, -1))

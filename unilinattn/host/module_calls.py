@@ -115,6 +115,13 @@ class CallRecord:
         return (first_tensor if self.architecture is None else layer_input)(self.arguments.values())
 
     @property
+    def kind(self) -> str:
+        """The kind of a layer; a recorded one may have called transformers' attention interface."""
+        kind = "" if self.architecture is None else self.architecture.kind
+        is_attention = self.architecture is not None and self.architecture.name == UNREGISTERED and self.seen
+        return f"softmax attention, {kind}" if is_attention else kind
+
+    @property
     def outermost(self) -> "CallRecord":
         """The outermost enclosing call of a module with an architecture, by default this call."""
         outermost, frame = self, self.parent

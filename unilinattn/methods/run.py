@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, product
 from types import MappingProxyType
 from typing import Any
 
@@ -25,6 +25,7 @@ from unilinattn.kernels.precision import full_precision
 from unilinattn.memory import max_memory as limited_to
 from unilinattn.methods.costs import trace_bytes
 from unilinattn.methods.needs import REFUSALS, advised
+from unilinattn.methods.selection import stream_groups
 from unilinattn.methods.sinks import warn_of_sinks
 from unilinattn.methods.targets import NamedTarget, logit_names, logit_of, position_of
 from unilinattn.methods.underflow import head_underflow
@@ -273,17 +274,22 @@ def chosen_method(name: str | None, options: dict[str, Any], traced: Trace) -> t
 
 
 def _by_layer(traced: Trace, target: Target | None, options: Mapping[str, Any], refusal: Exception) -> Attribution:
-    """Return the result of the first method of `SINGLE` that works; raise the refusal of the default if none does."""
+    """Return the result of the first method of `SINGLE` that works; raise the refusal of the default if none does.
+
+    If no method takes all layers, the largest group with equal tokens is explained.
+    """
     single = {name: value for name, value in options.items() if COMPOSED.keywords.get(name) != value}
-    for method in map(registered, SINGLE):
+    group = [] if "layers" in options else [{"layers": list(each)} for each in stream_groups(traced)[:1]]
+    for selected, method in product(({}, *group), map(registered, SINGLE)):
         try:
-            result = run_method(method, traced, target, single)
+            result = run_method(method, traced, target, {**single, **selected})
         except (OptionError, *REFUSALS):
             continue
         reason = str(refusal).partition(". ")[0].rstrip(".")
+        count = f"{len(result.layers)} of the {len(traced.layers)}" if selected else "the"
         note = (
             f"{COMPOSED.name} composed over all layers, the default for a model without logits, does not work here: "
-            f"{reason}. These are the layers one by one, by {method.name}."
+            f"{reason}. These are {count} layers one by one, by {method.name}."
         )
         warnings.warn(note, UserWarning, stacklevel=3)
         return replace(result, warnings=(*result.warnings, note))

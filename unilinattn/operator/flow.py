@@ -59,6 +59,8 @@ class Flow:
         self._begun: Callable[[], Tensor] = lambda: x
         self._stages: dict[str, list[Stage]] = {port: []}
         self._pending: list[Stage] = []
+        self.is_recorded = False
+        """Whether its factors are constants of a recorded run, through which no gradient passes."""
         self.before_output: Tensor | None = None
         """The input of the output projection, stored if gradients are enabled; attribution differentiates by it."""
         self.mixed: list[Callable[[], Tensor]] = []

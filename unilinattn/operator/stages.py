@@ -115,11 +115,13 @@ class Scale(Stage):
     """A frozen factor (batch or 1, length or 1, group) for each token and group of consecutive channels.
 
     A deferred factor is computed when it is first needed, which a map of the core does without. The bias may differ by
-    token, (batch or 1, length or 1, channel).
+    token, (batch or 1, length or 1, channel). `of_value` says that the factor may depend on what it scales, so that the
+    derivative of the host's layer is not the stage's.
     """
 
     factor: Float[Tensor, "batch length group"] | Deferred
     bias: Float[Tensor, " channel"] | Float[Tensor, "_ _ channel"] | None = None
+    of_value: bool = True
 
     @property
     def scale(self) -> Float[Tensor, "batch length group"]:

@@ -14,7 +14,7 @@ from unilinattn.rules.layout import Carried
 from unilinattn.rules.recording import Node
 from unilinattn.rules.regrouping import summed
 from unilinattn.rules.slopes import frozen_slope
-from unilinattn.rules.values import factor_values
+from unilinattn.rules.values import depends_on_mixed, factor_values
 
 
 @rule(*SAME)
@@ -100,10 +100,12 @@ def multiply(run: Compilation, node: Node, x: Any, other: Any) -> Carried:
         return run.scaled(run.value(x), x, "gate")
     if not (is_carried(x) and is_carried(other)):
         value, factor = (x, other) if is_carried(x) else (other, x)
-        return run.scaled(run.value(value), factor, "gate")
-    operands = (x, other)
-    numbers = factor_values([run.operand(operand) for operand in operands])
-    terms = (run.scaled(run.value(operands[n]), operands[1 - n].value.detach() / len(numbers), "gate") for n in numbers)
+        return run.scaled(run.value(value), factor, "gate", of_value=False)
+    nodes = (x, other)
+    numbers = factor_values([run.operand(node) for node in nodes])
+    factors = {n: nodes[1 - n].value.detach() / len(numbers) for n in numbers}
+    of_value = len(numbers) > 1 or depends_on_mixed(nodes[1 - numbers[0]], nodes[numbers[0]])
+    terms = (run.scaled(run.value(nodes[n]), factor, "gate", of_value=of_value) for n, factor in factors.items())
     return reduce(summed, terms)
 
 

@@ -1,12 +1,16 @@
 """Which of several operands that carry tokens is the value of a product; the others are its weights and gates."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from unilinattn.rules.contraction import Letters, equation_letters, matmul_letters
+from unilinattn.rules.recording import Node
+
+PRODUCTS = ("matmul", "rmatmul", "bmm", "baddbmm", "einsum", "scaled_dot_product_attention")
+"""Functions that sum the values of tokens, with weights that depend on tokens too."""
 
 SAMPLES = 4
 """Elements of an operand of which is asked from which tokens they come."""
@@ -81,6 +85,37 @@ def factor_values(operands: Sequence[Operand]) -> list[int]:
         return [int(sizes[0] < sizes[1])]
     numbers = values(operands)
     return [max(numbers, key=lambda n: (sizes[n], n))] if outer else numbers
+
+
+def depends_on_mixed(factor: Node, value: Node) -> bool:
+    """Tell whether a factor may depend on the latest sum over tokens that a value comes from, other than by the value.
+
+    True if this is unknown, as for a value that comes from several tensors behind such a sum.
+    """
+    node = value
+    while not (node.name in PRODUCTS and len(_read(node)) > 1):
+        behind = [other for other in _read(node) if other.kind == "carried"]
+        if len(behind) != 1:
+            return True
+        (node,) = behind
+    reached, seen = [factor], set[int]()
+    while reached:
+        reached = [other for each in reached for other in _read(each) if id(other) not in seen]
+        seen.update(map(id, reached))
+    return id(node) in seen or factor is node
+
+
+def _read(node: Node) -> list[Node]:
+    """Return the tensors that a call reads and that depend on the inputs."""
+    return list(_nodes((node.args, node.kwargs)))
+
+
+def _nodes(nested: Any) -> Iterator[Node]:
+    if isinstance(nested, Node):
+        yield nested
+    elif isinstance(nested, (tuple, list, dict)):
+        for item in nested.values() if isinstance(nested, dict) else nested:
+            yield from _nodes(item)
 
 
 def summed_axes(name: str, args: Sequence[Any], shapes: Sequence[torch.Size]) -> list[tuple[int, ...]]:

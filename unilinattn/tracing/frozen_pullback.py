@@ -1,7 +1,7 @@
 """Gradients inside a recorded layer, through the stages that the host's run gave.
 
-Recorded norms, activations and gates are constants. Behind them the derivative of the layer is unknown, so that only
-stages which are linear in the host too are pulled back through.
+Recorded norms, activations and gates are constants. Behind those that may depend on what they scale, the derivative of
+the layer is unknown, so that only stages which are linear in the host too are pulled back through.
 """
 
 import itertools
@@ -30,7 +30,7 @@ def last_projection(op: MixerOperator) -> Matrix | None:
 def to_cores(chain: Chain, grad: Tensor, name: str) -> tuple[Tensor, ...]:
     """Return the gradients at the outputs of a chain's parallel cores, in their order, from that at its output.
 
-    Raises `UncoveredError` for a norm, an activation or a gate behind a core.
+    Raises `UncoveredError` for a norm, an activation or a gate behind a core that may depend on it.
     """
     for stage in reversed(chain):
         if isinstance(stage, Mix) and stage.role == "core":
@@ -45,7 +45,7 @@ def to_cores(chain: Chain, grad: Tensor, name: str) -> tuple[Tensor, ...]:
 def to_projection(chain: Chain, grad: Tensor, name: str) -> Tensor:
     """Return the gradient at the input of the last output projection; that at the output of a chain without one.
 
-    Raises `UncoveredError` for a norm, an activation or a gate behind it.
+    Raises `UncoveredError` for a norm, an activation or a gate behind it that may depend on it.
     """
     if not any(isinstance(stage, Matrix) and stage.role == "output" for stage in walk(chain)):
         return grad
@@ -57,7 +57,7 @@ def to_projection(chain: Chain, grad: Tensor, name: str) -> Tensor:
 
 
 def _pulled(stage: object, grad: Tensor, name: str) -> Tensor:
-    if isinstance(stage, Branch) or (isinstance(stage, Scale) and stage.role in FROZEN):
+    if isinstance(stage, Branch) or (isinstance(stage, Scale) and stage.role in FROZEN and stage.of_value):
         what = "sum" if isinstance(stage, Branch) else stage.role
         raise UncoveredError(
             f"{name} is recorded, and what follows its core ({what}) is a constant in its operator, so the gradient at "

@@ -24,7 +24,6 @@ from unilinattn.operator.operator import MixerOperator
 from unilinattn.operator.piecewise import PiecewiseOperator
 from unilinattn.operator.reconstruction import worst_error
 from unilinattn.operator.stages import Stage, walk
-from unilinattn.registry import UNREGISTERED
 from unilinattn.tracing.following import stages_after
 from unilinattn.tracing.frozen_pullback import last_projection, to_cores, to_projection
 from unilinattn.tracing.trust import precision_of
@@ -71,7 +70,7 @@ class Layer:
                 f"{name} was called without a (batch, length, channel) tensor; it cannot be an operator."
             )
         self.name, self.module, self._architecture = name, record.module, record.architecture
-        self.kind, self.architecture = record.architecture.kind, record.architecture.name
+        self.kind, self.architecture = record.kind, record.architecture.name
         self.structure, self.seen = record.structure, tuple(record.seen)
         # The host may have written into its tensor; `source` is the copy made before the call.
         self.arguments: dict[str, Any] = {k: source if v is record.input else v for k, v in record.arguments.items()}
@@ -93,6 +92,7 @@ class Layer:
         self._prefix = None if prefix is None else replace(prefix, output=prefix.output.to(device, dtype))
         self._latest = None if prefix is None else latest
         self._error: float | None = None
+        self._is_recorded = False
 
     def __repr__(self) -> str:
         """Show path, kind and shapes."""
@@ -144,11 +144,11 @@ class Layer:
     @property
     def _cache(self) -> tuple[dict[str, Any], str]:
         """The dictionary and the key of the cached operator."""
-        # An ordinary layer caches its operator in its attributes, like a cached property, so a copy has another cache.
+        # An ordinary layer caches its operator in its attributes, so that a copy has another cache.
         return (vars(self), "operator") if self._latest is None else (self._latest, self.name)
 
     def _built(self) -> tuple[MixerOperator, Flow | None]:
-        """Build and cache the operator; return it with the flow that it was built from, None for one in pieces."""
+        """Build and cache the operator; return it with its flow, None for one in pieces."""
         cache, key = self._cache
         if self._latest is not None:
             self._latest.clear()
@@ -156,6 +156,7 @@ class Layer:
             cache[key] = PiecewiseOperator(self._prefix.pieces, self._flow_of_piece, output=self.output, name=self.name)
             return cache[key], None
         flow = in_gradient_mode(False, lambda: isolated(self.module, lambda: self.flow(self.input)))
+        self._is_recorded = flow.is_recorded
         cache[key] = MixerOperator(
             flow.chains,
             inputs=flow.inputs,
@@ -177,8 +178,8 @@ class Layer:
     def reconstruction_error(self) -> float:
         """Return the operator's relative error against the host's output, cached.
 
-        It takes one forward pass of the operator, less the stages whose values are computed if it is built here. If
-        the operator replaced the host's forward, it is its error on the prefix (see `prefix_error`).
+        It takes one forward pass of the operator, less what building it computes. If the operator replaced the host's
+        forward, it is its error on the prefix (see `prefix_error`).
         """
         if self.prefix_error is not None:
             return self.prefix_error
@@ -190,8 +191,7 @@ class Layer:
         if (operator := self._cached_operator()) is not None:
             return operator.reconstruction_error()
         operator, flow = self._built()
-        # The flow's values are those of the operator's stages on the layer's input, and some were needed to build it. A
-        # flow of several ports has one value for all of their chains.
+        # Some of the flow's values were needed to build it; one of several ports has one value for all of their chains.
         if flow is None or len(operator.ports) > 1:
             return operator.reconstruction_error()
         with full_precision():
@@ -236,7 +236,7 @@ class Layer:
 
     @property
     def no_residual(self) -> str:
-        """The reason why `residual` is None: a module that reads the output before any sum, if there is one."""
+        """The reason why `residual` is None, such as a module that reads the output before any sum."""
         if self._reader is not None:
             return f"{self._reader} takes this output itself, and nothing was added to it before"
         return "no module received a stream, and later that stream with this output added"
@@ -274,8 +274,8 @@ class Layer:
         projection = last_projection(self.operator)
         if projection is not None:
             return lambda grad: projection.adjoint(grad.to(self.output))
-        if self.architecture == UNREGISTERED:
-            chain = self.operator.chains[self.operator.ports[0]]
+        chain = self.operator.chains[self.operator.ports[0]]
+        if self._is_recorded:
             return lambda grad: to_projection(chain, grad.to(self.output), self.name)
 
         def run() -> tuple[Tensor | None, Tensor]:
@@ -296,11 +296,11 @@ class Layer:
     ) -> Callable[[Float[Tensor, "batch query out"]], tuple[Float[Tensor, "batch query inner"], ...]]:
         """Return a function from d target / d output to the gradients with respect to the outputs of the cores.
 
-        The derivative is that of the layer itself: norms and gates that read a core's output are differentiated too. In
-        the order of the operator's cores. Raises `UncoveredError` for a recorded layer with norms or gates there.
+        The derivative is that of the layer itself, norms and gates that read a core's output included, in the order of
+        the operator's cores. Raises `UncoveredError` for a recorded layer with such norms or gates.
         """
-        if self.architecture == UNREGISTERED:
-            chain = self.operator.chains[self.operator.ports[0]]
+        chain = self.operator.chains[self.operator.ports[0]]
+        if self._is_recorded:
             return lambda grad: to_cores(chain, grad.to(self.output), self.name)
 
         def run() -> tuple[list[Tensor], Tensor]:
