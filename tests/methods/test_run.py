@@ -120,6 +120,16 @@ def test_of_layers_of_several_streams_the_largest_group_is_explained() -> None:
     assert len(result.layers) == 3
 
 
+@pytest.mark.slow
+def test_a_target_among_the_tokens_of_windows_is_refused() -> None:
+    sizes = dict(num_windows=2, image_size=28, patch_size=7, num_hidden_layers=2, hidden_size=16, num_attention_heads=2)
+    model = transformers.RfDetrDinov2Backbone(transformers.RfDetrDinov2Config(**sizes)).eval()
+    host_trace = trace(model, torch.randn(1, 3, 28, 28))
+    with pytest.raises(UncoveredError, match=r"runs on \d+ windows of \d+ tokens, and a target counts the \d+ tokens"):
+        explain(host_trace, target=-1)
+    assert explain(host_trace).scores.isfinite().all()
+
+
 @pytest.mark.parametrize("ask", [partial(explain, method="alti", compose="rollout"), estimate])
 def test_a_model_outside_a_method_is_refused_with_the_methods_that_work(ask: Callable) -> None:
     host_trace = scaled_stream()

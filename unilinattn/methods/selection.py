@@ -143,7 +143,7 @@ def query_rows(trace: Trace, layer: Layer, target: Target | None = None) -> Int[
     """Return the query positions to compute: all of them, or the target's position in each sequence.
 
     Raises `InputError` for a target out of range, and `UncoveredError` if this layer's queries are not the last
-    layer's tokens, which the target counts.
+    layer's tokens, which the target counts, or those of windows.
     """
     batch, length = layer.output.shape[:2]
     if target is None:
@@ -152,6 +152,11 @@ def query_rows(trace: Trace, layer: Layer, target: Target | None = None) -> Int[
         raise UncoveredError(
             f"a target counts the tokens of {trace.layers[-1].name}, and {layer.name} has its queries on another "
             "stream; pass target=None and read off the row."
+        )
+    if trace.token_shape != (batch, length):
+        raise UncoveredError(
+            f"{layer.name} runs on {batch} windows of {length} tokens, and a target counts the {trace.token_shape[1]} "
+            "tokens of a sequence; pass target=None and read off the row of its window."
         )
     return trace.positions(target).to(layer.output.device)[:, None]
 

@@ -67,7 +67,7 @@ class Layer:
         source, prefix = record.entered, record.prefix
         if source is None:
             raise UncoveredError(
-                f"{name} was called without a (batch, length, channel) tensor; it cannot be an operator."
+                f"{name} was called without a (batch, length, channel) tensor; move what mixes to a module with one."
             )
         self.name, self.module, self._architecture = name, record.module, record.architecture
         self.kind, self.architecture = record.kind, record.architecture.name
@@ -144,7 +144,7 @@ class Layer:
     @property
     def _cache(self) -> tuple[dict[str, Any], str]:
         """The dictionary and the key of the cached operator."""
-        # An ordinary layer caches its operator in its attributes, so that a copy has another cache.
+        # An ordinary layer caches it in its attributes, so that a copy has another cache.
         return (vars(self), "operator") if self._latest is None else (self._latest, self.name)
 
     def _built(self) -> tuple[MixerOperator, Flow | None]:

@@ -104,7 +104,8 @@ class Event:
     """One call of a forward: its arguments with a `Value` in place of each tensor of the forward, and its result.
 
     `result` has tensors of the same shapes without memory of their own, `shapes` are those of the tensors that the call
-    returned or wrote into, and `aliases` the arguments that these are, None for new tensors.
+    returned or wrote into, and `aliases` the arguments that these are, None for new tensors. `writes_view` says that
+    the call wrote into a part of another tensor.
     """
 
     number: int
@@ -114,6 +115,7 @@ class Event:
     result: Any
     shapes: tuple[torch.Size, ...]
     aliases: tuple[Value | None, ...]
+    writes_view: bool
 
     @property
     def name(self) -> str:
@@ -124,6 +126,10 @@ class Event:
     def read(self) -> tuple[Value, ...]:
         """The tensors of the forward that it reads."""
         return tuple(values_in((self.args, self.kwargs)))
+
+    def repeats(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Tell whether another call has the same target and the same arguments, but for the tensors of the forward."""
+        return self.target == target and _same(self.args, args) and _same(self.kwargs, kwargs)
 
     @property
     def values(self) -> tuple[Value, ...]:
@@ -140,12 +146,26 @@ def values_in(nested: Any) -> Iterator[Value]:
             yield from values_in(item)
 
 
+def _same(recorded: Any, other: Any) -> bool:
+    if isinstance(recorded, Value):
+        return isinstance(other, Tensor)
+    if isinstance(recorded, Tensor) or isinstance(other, Tensor):
+        return recorded is other
+    if isinstance(recorded, (tuple, list)):
+        alike = type(recorded) is type(other) and len(recorded) == len(other)
+        return alike and all(map(_same, recorded, other))
+    if isinstance(recorded, Mapping):
+        alike = isinstance(other, Mapping) and recorded.keys() == other.keys()
+        return alike and all(_same(value, other[key]) for key, value in recorded.items())
+    return recorded is other or (type(recorded) is type(other) and bool(recorded == other))
+
+
 class Recording(Frame):
     """Records the calls of a module's forward, which run as they are.
 
     Attributes:
         events: the calls.
-        made: shape and dtype of each tensor, the arguments among them.
+        made: the shape of each tensor, the arguments among them.
     """
 
     def __init__(self, module: nn.Module, arguments: list[Tensor]) -> None:
@@ -155,14 +175,14 @@ class Recording(Frame):
         # Tensors stay alive, so that each has an id of its own.
         self._alive: list[Tensor] = []
         self._values: dict[int, Value] = {}
-        self.made: dict[Value, tuple[object, ...]] = {}
+        self.made: dict[Value, tuple[int, ...]] = {}
         self._note(-1, arguments)
 
     def _note(self, number: int, written: Sequence[Tensor]) -> None:
         for position, tensor in enumerate(written):
             self._alive.append(tensor)
             self._values[id(tensor)] = value = Value(number, position)
-            self.made[value] = (*tensor.shape, tensor.dtype)
+            self.made[value] = tuple(tensor.shape)
 
     def value(self, tensor: Tensor) -> Any:
         """Return the value that a tensor is, or the tensor if no call returned it, such as a parameter."""
@@ -176,7 +196,8 @@ class Recording(Frame):
         shapes = tuple(tensor.shape for tensor in written)
         aliases = tuple(self._values.get(id(tensor)) for tensor in written)
         returned = mapped(result, _without_memory)
-        self.events.append(Event(number, target, read_args, read_kwargs, returned, shapes, aliases))
+        through = any(alias is not None and tensor._is_view() for alias, tensor in zip(aliases, written, strict=True))
+        self.events.append(Event(number, target, read_args, read_kwargs, returned, shapes, aliases, through))
         self._note(number, written)
         return result
 

@@ -60,7 +60,7 @@ def planned(events: Sequence[Event], ids: set[Value], vectors: set[Value], ends:
         between.append(event)
         if cut is not None:
             if start is not None and (plan := _region(start, between, cut)) is not None:
-                _require_no_reads(events, plan)
+                _require_repeatable(events, plan)
                 yield plan
             start, between = cut, []
 
@@ -113,14 +113,20 @@ def _is_norm(call: Event, entered: Value, calls: Sequence[Event]) -> bool:
     return isinstance(call.target, nn.Module) and is_alone and call.shapes == calls[-1].shapes
 
 
-def _require_no_reads(events: Sequence[Event], plan: Plan) -> None:
-    """Raise `UncoveredError` if Python decides by numbers that a region computes."""
+def _require_repeatable(events: Sequence[Event], plan: Plan) -> None:
+    """Raise `UncoveredError` if Python reads numbers that a region computes, or if a part of a tensor is written."""
     inside = {value for call in plan.calls for value in call.values}
     after = [event for event in events if plan.calls[0].number < event.number < plan.calls[-1].number]
     for event in after:
         if inside.intersection(event.read):
             inside.update(event.values)
     reading = next((event for event in after if event.name in READS and inside.intersection(event.read)), None)
+    writing = next((event for event in after if event.writes_view and inside.intersection(event.read)), None)
+    if writing is not None:
+        raise UncoveredError(
+            f"The model's own forward writes into a view of a tensor ({writing.name}), which cannot be followed. Write "
+            "into the tensor itself, or move this part into a module of its own."
+        )
     if reading is not None:
         raise UncoveredError(
             f"The model's own forward decides by numbers of its tokens ({reading.name}), so what it computes for "

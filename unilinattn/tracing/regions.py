@@ -7,8 +7,9 @@ compute nothing until the last one, which calls the region's module. The copy's 
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial, wraps
+from types import MethodType, NoneType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,8 +26,8 @@ from unilinattn.tracing.module_frame import Event, Frame, Recording, Value, resu
 from unilinattn.tracing.region_plans import Plan, planned
 from unilinattn.tracing.unknown import probable_mixers
 
-Shapes = tuple[tuple[object, ...], ...]
-"""Shape and dtype of each tensor."""
+Shapes = tuple[tuple[int, ...], ...]
+"""The shape of each tensor."""
 
 
 @dataclass(frozen=True)
@@ -102,8 +103,8 @@ def _replaced(nested: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def shapes_of(values: Any) -> Shapes:
-    """Return shape and dtype of every tensor in nested values."""
-    return tuple((*tensor.shape, tensor.dtype) for tensor in tensors(values))
+    """Return the shape of every tensor in nested values; a region may run in another dtype."""
+    return tuple(tuple(tensor.shape) for tensor in tensors(values))
 
 
 @dataclass(frozen=True)
@@ -115,12 +116,18 @@ class _Recorded:
     shapes: tuple[Shapes, ...]
 
 
+@dataclass
 class _Forwards:
-    """The recorded forwards of a module by `_key` of their arguments, and the one of the latest run."""
+    """The recorded forwards of a module, by the shapes of its arguments and by its other arguments.
 
-    def __init__(self) -> None:
-        self.recorded: dict[object, _Recorded] = {}
-        self.latest: _Recorded | None = None
+    `is_model` says that its arguments are those of the whole model, so that vectors among them are pixels or
+    embeddings.
+    """
+
+    recorded: dict[object, _Recorded] = field(default_factory=dict)
+    latest: _Recorded | None = None
+    is_model: bool = True
+    has_regions: bool = False
 
 
 _forwards: "WeakKeyDictionary[nn.Module, _Forwards]" = WeakKeyDictionary()
@@ -140,16 +147,15 @@ class _Run(Frame):
     def handle(self, number: int, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Compute a call outside of regions, or a region at its last call."""
         events = self._recorded.events
-        if number >= len(events) or events[number].target != target:
+        event = events[number] if number < len(events) else None
+        inside = number in self._regions
+        if event is None or not (event.repeats(target, args, kwargs) if inside else event.target == target):
             raise UncoveredError(
-                f"{type(self.module).__name__} mixes tokens in its own forward, and calls other functions than in an "
-                "earlier run on tensors of the same shapes. Move what mixes into a module of its own."
+                f"{type(self.module).__name__} mixes tokens in its own forward, and calls other functions, or with "
+                "other numbers, than in an earlier run on tensors of the same shapes. Move what mixes into a module of "
+                "its own."
             )
-        event = events[number]
-        if number not in self._regions:
-            result = target(*args, **kwargs)
-        else:
-            result = self._placeholder(self._regions[number], event)
+        result = self._placeholder(self._regions[number], event) if inside else target(*args, **kwargs)
         for value, tensor in zip(event.values, results_of(target, args, result), strict=True):
             if value in self._needed:
                 self._values[value] = tensor
@@ -176,33 +182,31 @@ def region_name(number: int) -> str:
     return f"region_{number}"
 
 
-def _with_forward(cls: type[nn.Module], *, is_model: bool) -> type[nn.Module]:
-    """Return a subclass whose forward calls the regions as modules; named as the class.
-
-    `is_model`: whether its arguments are those of the whole model, so that vectors among them are pixels or embeddings.
-    """
+def _forward_of(cls: type[nn.Module]) -> Callable[..., Any]:
+    """Return a forward that calls the regions as modules."""
 
     @wraps(cls.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         host = partial(cls.forward, self, *args, **kwargs)
-        recorded = _recorded(self, host, args, kwargs, is_model=is_model)
-        if region_name(0) not in self._modules:
-            # The first run finds the regions, which `with_regions` makes modules.
+        recorded = _recorded(self, host, args, kwargs)
+        if not _forwards[self].has_regions:
+            # The first run finds the regions, which `regional_model` makes modules.
             return host()
         _learn(self, recorded)
         with _Run(self, recorded, [*tensors((args, kwargs))]).running():
             return host()
 
-    names = {"forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    return type(cls.__name__, (cls,), names)
+    return forward
 
 
 def _recorded(
-    module: nn.Module, host: Callable[[], Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], *, is_model: bool
+    module: nn.Module, host: Callable[[], Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> _Recorded:
     """Return the recorded forward for such arguments; the first time it runs once more."""
-    forwards = _forwards.setdefault(module, _Forwards())
-    key = _key(args, kwargs)
+    # A deep copy of a model has regions too.
+    forwards = _forwards.setdefault(module, _Forwards(has_regions=region_name(0) in module._modules))
+    others = [value for value in (*args, *kwargs.values()) if not isinstance(value, Tensor)]
+    key = (shapes_of((args, kwargs)), tuple(kwargs), repr(others))
     if key not in forwards.recorded:
         arguments = [*tensors((args, kwargs))]
         frame = Recording(module, arguments)
@@ -217,16 +221,11 @@ def _recorded(
         tokens = [Value(-1, k) for k, tensor in enumerate(arguments) if "mask" not in names.get(id(tensor), "")]
         vectors = {value for value in tokens if arguments[value.position].is_floating_point()}
         ends = [value for tensor in tensors(output) if isinstance(value := frame.value(tensor), Value)]
-        plans = tuple(planned(frame.events, {*tokens} - vectors, vectors if is_model else set(), ends))
+        plans = tuple(planned(frame.events, {*tokens} - vectors, vectors if forwards.is_model else set(), ends))
         read = (tuple(frame.made[value] for value in (plan.entered, *plan.others)) for plan in plans)
         forwards.recorded[key] = _Recorded(tuple(frame.events), plans, tuple(read))
     forwards.latest = forwards.recorded[key]
     return forwards.latest
-
-
-def _key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
-    others = [value for value in (*args, *kwargs.values()) if not isinstance(value, Tensor)]
-    return shapes_of((args, kwargs)), tuple(kwargs), repr(others)
 
 
 def _learn(module: nn.Module, recorded: _Recorded) -> None:
@@ -256,52 +255,44 @@ def _without_modes() -> Iterator[None]:
             _push_mode(mode)
 
 
-@dataclass(frozen=True)
-class _Copy:
-    """A copy of a model: the weights that it had, the path of the forward, and what was recorded for checked inputs."""
-
-    weights: object
-    path: str
-    model: nn.Module
-    checked: dict[object, _Recorded | None]
-
-
-_copies: "WeakKeyDictionary[nn.Module, _Copy]" = WeakKeyDictionary()
+_copies: "WeakKeyDictionary[nn.Module, tuple[str, nn.Module]]" = WeakKeyDictionary()
+"""The path of the forward with regions in each model, and a copy of the model with a module for each region."""
 
 
 def regional_model(model: nn.Module, arguments: Mapping[str, Any]) -> nn.Module | None:
     """Return a model that computes the same, in which regions of a forward that takes ids or pixels are modules.
 
     It shares modules and weights with `model`, which stays as it is. None without a module that mixes tokens of ids in
-    its own forward. Runs the model four times for each new shape of its inputs.
+    its own forward. Runs the model four times.
 
     Raises `UncoveredError` if what the forward computes depends on numbers of its tokens, or comes out otherwise.
     """
-    weights = tuple((id(t), t.dtype) for t in (*model.parameters(), *model.buffers()))
-    if model not in _copies or _copies[model].weights != weights:
+    seed = torch.get_rng_state()
+    if model not in _copies:
         path = next(iter(probable_mixers(model, arguments)), ("", model))[0]
-        _copies[model] = _Copy(weights, path, _copied(model, path, is_model=not path), {})
-    made, key, seed = _copies[model], _key((), arguments), torch.get_rng_state()
-    inner = made.model.get_submodule(made.path)
-    if key not in made.checked:
-        run(made.model, arguments, seed=seed)
-        recorded = _forwards[inner].latest if inner in _forwards else None
-        if recorded is not None and recorded.plans:
-            for name in map(region_name, range(len(recorded.plans))):
-                if name not in inner._modules:
-                    inner.add_module(name, Region())
-            _require_same(model, run(model, arguments, seed=seed), run(made.model, arguments, seed=seed))
-        made.checked[key] = recorded if recorded is not None and recorded.plans else None
-    recorded = made.checked[key]
-    if recorded is None:
+        _copies[model] = path, _copied(model, path)
+    path, copied = _copies[model]
+    inner = _refreshed(copied, model, path)
+    # Attributes and numbers that the forward reads may have changed since the last trace.
+    forwards = _forwards[inner] = _Forwards(is_model=not path)
+    run(copied, arguments, seed=seed)
+    recorded = forwards.latest
+    if recorded is None or not recorded.plans:
         return None
+    for name in map(region_name, range(len(recorded.plans))):
+        if not isinstance(inner._modules.get(name), (Region, NoneType)):
+            raise UncoveredError(f"{type(model).__name__} has a module {name}, as the parts of its forward are named.")
+        inner._modules.setdefault(name, Region())
+    forwards.has_regions = True
+    _require_same(model, run(model, arguments, seed=seed), run(copied, arguments, seed=seed))
     _learn(inner, recorded)
-    return made.model
+    return copied
 
 
 def _require_same(model: nn.Module, expected: Any, output: Any) -> None:
     """Raise `UncoveredError` unless a model's output is the one with its regions as modules."""
-    pairs = zip(tensors(expected), tensors(output), strict=True)
+    # Masked logits may be infinite.
+    pairs = [(a.nan_to_num(), b.nan_to_num()) for a, b in zip(tensors(expected), tensors(output), strict=True)]
     error = max((float((a - b).double().norm() / a.double().norm().clamp_min(1e-30)) for a, b in pairs), default=0.0)
     if not error <= layer_tolerance(torch.float32):
         raise UncoveredError(
@@ -310,13 +301,29 @@ def _require_same(model: nn.Module, expected: Any, output: Any) -> None:
         )
 
 
-def _copied(model: nn.Module, path: str, *, is_model: bool) -> nn.Module:
+def _copied(model: nn.Module, path: str) -> nn.Module:
     """Return a shallow copy of a model, and of the modules on the way to a path, whose forward calls regions."""
-    copied: nn.Module = type(model).__new__(type(model))
+    copied: nn.Module = object.__new__(type(model))
     vars(copied).update(vars(model), _modules=dict(model._modules))
     if path:
         name, _, rest = path.partition(".")
-        copied._modules[name] = _copied(model.get_submodule(name), rest, is_model=is_model)
+        copied._modules[name] = _copied(model.get_submodule(name), rest)
     else:
-        copied.__class__ = _with_forward(type(model), is_model=is_model)
+        # Bound, so that that of a deep copy is the copy's own.
+        vars(copied)["forward"] = MethodType(_forward_of(type(model)), copied)
     return copied
+
+
+def _refreshed(copied: nn.Module, model: nn.Module, path: str) -> nn.Module:
+    """Give a copy the present attributes and modules of its model; return the module at the path."""
+    name, _, rest = path.partition(".")
+    forward, inner = vars(copied).get("forward"), copied._modules.get(name) if path else None
+    regions = {key: module for key, module in copied._modules.items() if isinstance(module, Region)}
+    vars(copied).clear()
+    vars(copied).update(vars(model), _modules={**model._modules, **regions})
+    if not path:
+        vars(copied)["forward"] = forward
+        return copied
+    assert inner is not None
+    copied._modules[name] = inner
+    return _refreshed(inner, model.get_submodule(name), rest)

@@ -281,10 +281,12 @@ def trace(
             traced.warnings = compared_with_call(model, call, arguments, output, seed)
         return traced
 
+    seed = torch.get_rng_state()
     try:
         return built(model)
     except (UncoveredError, UnknownArchitectureError):
         regional = regional_model(model, arguments)
         if regional is None:
             raise
+    torch.set_rng_state(seed)
     return built(regional)
