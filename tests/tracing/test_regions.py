@@ -298,6 +298,24 @@ class Counts(Weights):
         return self.output(x + attention(self.attentions[0].inner(x)) * Counts.runs)
 
 
+class Counter(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        Counts.runs += 1
+        return x * Counts.runs
+
+
+class CountsInside(Weights):
+    """A submodule with another output at each run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counter = Counter()
+
+    def forward(self, input_ids: Tensor) -> Output:
+        x = self.embedded(input_ids)
+        return self.output(x + self.counter(attention(self.attentions[0].inner(x))))
+
+
 class Branches(Weights):
     """Another function in every second run."""
 
@@ -315,6 +333,7 @@ class Branches(Weights):
     [
         (Decides, r"decides by numbers of its tokens \(__bool__\)"),
         (Views, r"writes into a view of a tensor \(masked_fill_\)"),
+        (CountsInside, "differs by .* when parts of it run as modules"),
         (Counts, "or with other numbers, than in an earlier run"),
         (Branches, "calls other functions, or with other numbers, than"),
     ],
