@@ -56,7 +56,7 @@ FAMILIES = (
     Family(
         "softmax attention",
         "GPT-2, Llama, Gemma, BERT, ViT, DeepSeek (MLA), Forgetting Transformer",
-        ("attention", "bert", "fla_attention", "fla_forgetting_attention", "timm-attention"),
+        ("attention", "bert", "fla_attention", "fla_forgetting_attention", "latent_attention", "timm-attention"),
     ),
     Family("recorded without an adapter", "GPT-J, BLOOM, Falcon, MPT, DeBERTa, XLNet, FNet, DiffLlama", ("recorded",)),
 )

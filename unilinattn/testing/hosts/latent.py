@@ -47,11 +47,11 @@ def _text_model(folder: str, family: str, **settings: Any) -> Callable[[], nn.Mo
 
 
 def _host(name: str, model: str, *settings: Mapping[str, Any], **others: Any) -> Host:
-    return family("attention", causal_model, model, **_ATTENTION, **_LATENT)(name, *settings, **others)
+    return family("latent_attention", causal_model, model, **_ATTENTION, **_LATENT)(name, *settings, **others)
 
 
 def _text_host(name: str, model: Sequence[str], *settings: Mapping[str, Any], **others: Any) -> Host:
-    return family("attention", _text_model, *model, **_ATTENTION, **_LATENT)(name, *settings, **others)
+    return family("latent_attention", _text_model, *model, **_ATTENTION, **_LATENT)(name, *settings, **others)
 
 
 def _gated_host(name: str, model: str, *settings: Mapping[str, Any], **others: Any) -> Host:

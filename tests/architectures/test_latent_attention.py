@@ -1,4 +1,4 @@
-"""Attention with latent values, selected keys or gated outputs: its stages, and a host that is refused."""
+"""Attention with latent values or gated outputs: outputs, stages, and refused hosts."""
 
 import pytest
 import torch
@@ -19,9 +19,9 @@ def test_values_pass_the_frozen_norm_of_the_latent() -> None:
         op, module = layer.operator, model.model.layers[0].self_attn
         latent = module.kv_a_proj_with_mqa(layer.input)[..., : module.kv_lora_rank]
         scale = (latent.pow(2).mean(-1, keepdim=True) + module.kv_a_layernorm.variance_epsilon).rsqrt()
-    norm = op.chains["x"][1]
-    assert isinstance(norm, Scale)
-    torch.testing.assert_close(norm.scale, scale)
+    assert [stage.role for stage in op.chains["x"]] == ["input", "norm", "norm", "input", "core", "output"]
+    assert isinstance(op.chains["x"][1], Scale)
+    torch.testing.assert_close(op.chains["x"][1].scale, scale)
     assert op.matrix("unified").shape == op.matrix("core").shape
 
 
@@ -38,6 +38,18 @@ def test_an_output_gate_is_a_stage_before_the_projection() -> None:
     torch.testing.assert_close(op.chains["x"][2].scale, gate)
     assert isinstance(op.chains["x"][3], Matrix)
     torch.testing.assert_close(op.chains["x"][3].weight, module.o_proj.weight.detach())
+
+
+def test_a_gate_per_head_with_a_latent() -> None:
+    host = named("bailing hybrid")
+    model = host.model().double()
+    with promoted(), torch.no_grad():
+        layer = trace(model, host.inputs()).layers[1]
+        op, module = layer.operator, model.model.layers[1].self_attn
+        gate = torch.sigmoid(module.g_proj(layer.input)).repeat_interleave(module.v_head_dim, dim=-1)
+    assert [stage.role for stage in op.chains["x"]] == ["input", "norm", "norm", "input", "core", "gate", "output"]
+    assert isinstance(op.chains["x"][5], Scale)
+    torch.testing.assert_close(op.chains["x"][5].scale, gate)
 
 
 def test_only_selected_keys_have_weight() -> None:
@@ -65,6 +77,17 @@ def test_a_norm_on_the_output_is_a_recorded_stage() -> None:
     torch.testing.assert_close(total, layer.output[:, -1])
 
 
+def test_values_not_from_the_latent_are_refused_when_the_operator_is_built() -> None:
+    host = named("deepseek 3")
+    model = host.model()
+    # DeepSeek does not scale its latent; hosts with this attribute do.
+    model.model.layers[0].self_attn.kv_lora_scale = 2.0
+    layer = trace(model, host.inputs()).layers[0]
+    assert layer.operator.matrix("core").shape == (2, 11, 11)
+    with pytest.raises(UncoveredError, match="differ from those of its latent"):
+        layer.operator.contributions(-1)
+
+
 def test_a_latent_of_another_layer_is_refused_when_the_operator_is_built() -> None:
     named("mistral large 4, selected keys").model()
     from transformers.models.mistral_large4.configuration_mistral_large4 import MistralLarge4TextConfig
@@ -77,5 +100,5 @@ def test_a_latent_of_another_layer_is_refused_when_the_operator_is_built() -> No
     reference, shared = trace(randomize(MistralLarge4TextModel(config).eval()), torch.arange(7)[None]).layers
     assert reference.operator.reconstruction_error() <= 1e-5
     assert shared.operator.matrix("core").shape == (1, 7, 7)
-    with pytest.raises(UncoveredError, match="the map from its input to its values is not one matrix"):
+    with pytest.raises(UncoveredError, match="is_kv_shared_layer"):
         shared.operator.contributions(-1)
