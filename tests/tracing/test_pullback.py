@@ -46,9 +46,9 @@ def test_the_cores_of_a_sum_have_a_gradient_each() -> None:
 class Gated(nn.Module):
     """Attention whose output is gated: by its own tokens, or by the mixed ones."""
 
-    def __init__(self, *, of_mixed: bool) -> None:
+    def __init__(self, *, of_mixed: bool, activation: str = "sigmoid") -> None:
         super().__init__()
-        self.of_mixed = of_mixed
+        self.of_mixed, self.activation = of_mixed, activation
         self.inner, self.gate, self.outer = (
             nn.Linear(WIDTH, 3 * WIDTH),
             nn.Linear(WIDTH, WIDTH),
@@ -57,7 +57,8 @@ class Gated(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         mixed = functional.scaled_dot_product_attention(*self.inner(x).chunk(3, -1), is_causal=True)
-        return self.outer(mixed * self.gate(mixed if self.of_mixed else x).sigmoid() * 2)
+        gate = self.gate(mixed if self.of_mixed else x)
+        return self.outer(mixed * (gate.sigmoid() if self.activation == "sigmoid" else gate.softmax(-1)) * 2)
 
 
 def test_a_gate_of_its_own_tokens_is_a_factor_of_the_gradient() -> None:
@@ -69,8 +70,9 @@ def test_a_gate_of_its_own_tokens_is_a_factor_of_the_gradient() -> None:
     assert layer.architecture == "recorded" and relative_error(at_core, expected.detach()) < 1e-12
 
 
-def test_a_gate_of_the_mixed_tokens_is_refused() -> None:
-    model = Model(Block(added, Gated(of_mixed=True))).double().eval()
+@pytest.mark.parametrize("activation", ["sigmoid", "softmax"])
+def test_a_gate_of_the_mixed_tokens_is_refused(activation: str) -> None:
+    model = Model(Block(added, Gated(of_mixed=True, activation=activation))).double().eval()
     (layer,) = ula.trace(model, ids(), progress=False).layers
     with pytest.raises(UncoveredError, match=r"what follows its core \(gate\) is a constant"):
         layer.core_pullback()(layer.output)

@@ -100,7 +100,9 @@ def multiply(run: Compilation, node: Node, x: Any, other: Any) -> Carried:
         return run.scaled(run.value(x), x, "gate")
     if not (is_carried(x) and is_carried(other)):
         value, factor = (x, other) if is_carried(x) else (other, x)
-        return run.scaled(run.value(value), factor, "gate", of_value=False)
+        # Frozen results, such as those of a softmax, depend on tokens too.
+        of_value = isinstance(factor, Node) and depends_on_mixed(factor, value)
+        return run.scaled(run.value(value), factor, "gate", of_value=of_value)
     nodes = (x, other)
     numbers = factor_values([run.operand(node) for node in nodes])
     factors = {n: nodes[1 - n].value.detach() / len(numbers) for n in numbers}
