@@ -69,7 +69,9 @@ def measure(system: System, built: Callable[[], None] = lambda: None) -> dict[st
         result: Row = {"layers": len(traced.layers), "error32": worst_error(traced)}
         changed = difference(traced.output, reference)
         with promoted():
-            model, inputs = model.double(), in_double(inputs)
+            # `double` leaves complex weights as they are.
+            model = model.double()._apply(lambda t: t.to(torch.complex128) if t.is_complex() else t)
+            inputs = in_double(inputs)
             traced = trace(model, inputs, progress=False)
             result["error64"] = worst_error(traced)
     except UnilinattnError as error:
