@@ -7,8 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from unilinattn.kernels.backend import interpreted
-
 
 @pytest.fixture
 def on_a_gpu() -> Iterator[None]:
@@ -39,6 +37,8 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def pinned(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Return a function that gives a kernel block sizes, in place of those that are timed on a GPU."""
+    # Imported late, because a thorough run checks modules of the package that are imported after its configuration.
+    from unilinattn.kernels.backend import interpreted
 
     def pin(kernel: Any, **sizes: int) -> None:
         if interpreted():
