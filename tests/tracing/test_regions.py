@@ -1,4 +1,4 @@
-"""Models that mix tokens in their own forward: its regions are layers, exact, and the model stays as it is."""
+"""Models whose forward mixes tokens: its regions are exact layers, and the model is unchanged."""
 
 from collections.abc import Callable
 

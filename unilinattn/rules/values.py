@@ -98,11 +98,11 @@ def depends_on_mixed(factor: Node, value: Node) -> bool:
         if len(behind) != 1:
             return True
         (node,) = behind
-    reached, seen = [factor], set[int]()
+    reached, visited = [factor], set[int]()
     while reached:
-        reached = [other for each in reached for other in _read(each) if id(other) not in seen]
-        seen.update(map(id, reached))
-    return id(node) in seen or factor is node
+        reached = [other for each in reached for other in _read(each) if id(other) not in visited]
+        visited.update(map(id, reached))
+    return id(node) in visited or factor is node
 
 
 def _read(node: Node) -> list[Node]:

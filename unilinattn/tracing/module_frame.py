@@ -53,11 +53,11 @@ class Frame(TorchFunctionMode):
         """Follow the module's forward in this context."""
         before, call = _frame.set(self), nn.Module.__call__
         try:
-            nn.Module.__call__ = _seen(call)  # type: ignore[method-assign]
+            nn.Module.__call__ = _seen(call)  # type: ignore[method-assign]  # until the forward ends
             with self:
                 yield
         finally:
-            nn.Module.__call__ = call  # type: ignore[method-assign]
+            nn.Module.__call__ = call  # type: ignore[method-assign]  # restores the original
             _frame.reset(before)
 
     def next_call(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -172,7 +172,7 @@ class Recording(Frame):
         """Begin with the tensors among the module's arguments."""
         super().__init__(module)
         self.events: list[Event] = []
-        # Tensors stay alive, so that each has an id of its own.
+        # Tensors stay alive, so that no two have the same id.
         self._alive: list[Tensor] = []
         self._values: dict[int, Value] = {}
         self.made: dict[Value, tuple[int, ...]] = {}

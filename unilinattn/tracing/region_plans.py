@@ -125,10 +125,10 @@ def _require_repeatable(events: Sequence[Event], plan: Plan) -> None:
     if writing is not None:
         raise UncoveredError(
             f"The model's own forward writes into a view of a tensor ({writing.name}), which cannot be followed. Write "
-            "into the tensor itself, or move this part into a module of its own."
+            "into the tensor itself, or make this part a module."
         )
     if reading is not None:
         raise UncoveredError(
             f"The model's own forward decides by numbers of its tokens ({reading.name}), so what it computes for "
-            "others is unknown. Move this part into a module of its own."
+            "others is unknown. Make this part a module."
         )

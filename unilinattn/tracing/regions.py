@@ -79,7 +79,7 @@ class Region(nn.Module):
         if plan is None:
             raise UncoveredError(
                 f"A part of the model's forward was recorded for tensors of other shapes than "
-                f"{[tuple(t.shape) for t in (x, *others)]}. Move it into a module of its own."
+                f"{[tuple(t.shape) for t in (x, *others)]}. Make it a module."
             )
         values = dict(zip((plan.entered, *plan.others), (x, *others), strict=True))
 
@@ -152,8 +152,7 @@ class _Run(Frame):
         if event is None or not (event.repeats(target, args, kwargs) if inside else event.target == target):
             raise UncoveredError(
                 f"{type(self.module).__name__} mixes tokens in its own forward, and calls other functions, or with "
-                "other numbers, than in an earlier run on tensors of the same shapes. Move what mixes into a module of "
-                "its own."
+                "other numbers, than in an earlier run on tensors of the same shapes. Make what mixes a module."
             )
         result = self._placeholder(self._regions[number], event) if inside else target(*args, **kwargs)
         for value, tensor in zip(event.values, results_of(target, args, result), strict=True):
@@ -235,7 +234,7 @@ def _learn(module: nn.Module, recorded: _Recorded) -> None:
         if not isinstance(region, Region):
             raise UncoveredError(
                 f"{type(module).__name__} mixes tokens in its own forward, in {len(recorded.plans)} parts for this "
-                f"input and in {at} for earlier ones. Move what mixes into a module of its own."
+                f"input and in {at} for earlier ones. Make what mixes a module."
             )
         region.learn(shapes, plan)
 
@@ -297,7 +296,7 @@ def _require_same(model: nn.Module, expected: Any, output: Any) -> None:
     if not error <= layer_tolerance(torch.float32):
         raise UncoveredError(
             f"{type(model).__name__} mixes tokens in its own forward, whose output differs by {error:.1e} when parts "
-            "of it run as modules. Move what mixes into a module of its own."
+            "of it run as modules. Make what mixes a module."
         )
 
 
