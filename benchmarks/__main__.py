@@ -37,8 +37,8 @@ ROOT = Path(__file__).resolve().parents[1]
 def measured(case: Case, place: Place, seconds: float, *, growth: bool) -> dict[str, Any]:
     """Run a case and its rivals: once each as a warm-up that counts memory and calls, then in turns.
 
-    A case without rounds runs once: its time is that of the run that counts memory. `growth`: also measure the growth
-    of a process.
+    A case without rounds runs once: its time is that of the run that counts memory, or on a GPU, where kernels are
+    compiled then, of the run after it. `growth`: also measure the growth of a process.
     """
     prepared = cases.prepared(case, place)
     start = time.perf_counter()
@@ -51,7 +51,8 @@ def measured(case: Case, place: Place, seconds: float, *, growth: bool) -> dict[
     for rival in prepared.rivals.values():
         rival.call()
     calls = {**{name: rival.call for name, rival in prepared.rivals.items()}, "": prepared.call}
-    times = interleaved(calls, rounds=case.rounds, least=case.least, seconds=seconds, device=place.device)
+    rounds = max(case.rounds, int(place.device == "cuda"))
+    times = interleaved(calls, rounds=rounds, least=case.least, seconds=seconds, device=place.device)
     rivals = {name: _rounded(times[name], rival.times) for name, rival in prepared.rivals.items()}
     row: dict[str, Any] = {"operation": case.operation, "structure": case.structure, "length": case.length}
     row |= {"seconds": _rounded(times[""] or [once]), "rivals": rivals, "goals": case.goals.get(place.device, {})}

@@ -66,7 +66,7 @@ def channel_mean_map(structure: str, length: int, place: Place) -> Prepared:
     """Fill the mean of all heads' maps, (L, L), from an existing operator."""
     operator = place.operator(structure, length)
     floor = map_floor(structure, length, place, operator)
-    rivals = {"floor": floor, "calls": calls_of(operator.matrix)}
+    rivals = {"floor": floor, "calls": calls_of(operator.matrix, place)}
     if structure == "delta rule":
         rivals["steps"] = memory_steps(length, place)
     return Prepared(operator.matrix, rivals)

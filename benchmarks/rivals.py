@@ -50,14 +50,14 @@ class Place:
         return torch.randn(*shape, device=self.device)
 
 
-def calls_of(operation: Callable[[], Any]) -> Rival:
+def calls_of(operation: Callable[[], Any], place: Place) -> Rival:
     """As many operations of torch as `operation` calls, each on one number."""
     count: list[int] = []
 
     def call() -> None:
         if not count:
             count.append(usage(operation, "cpu").calls)
-        number = torch.zeros(1)
+        number = torch.zeros(1, device=place.device)
         for _ in range(count[0]):
             number.add_(1)
 

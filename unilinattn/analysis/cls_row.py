@@ -40,7 +40,7 @@ class ClsBias:
         """Rank correlation of the absolute weight of a patch with its nearness to the CLS token in the sequence."""
         near = -self.distance.flatten().double()[None]
         values = [rank_correlation(weights.abs().flatten().double()[None], near).mean for weights in self.maps]
-        return torch.tensor(values, dtype=torch.float64)
+        return torch.tensor(values, dtype=torch.float64, device="cpu")
 
     def __repr__(self) -> str:
         """Show the nearness of each layer."""
@@ -74,7 +74,7 @@ def cls_bias(
     Source: HMA ACL Fig. 2, section 4.1.
     """
     layers: tuple[str, ...] = ()
-    total, images = torch.zeros(()), 0
+    total, images = torch.zeros((), device="cpu"), 0
     for trace in traces:
         result = raw(trace, target=cls, **options)
         scores = result.scores if "layer" in result.dims else result.scores[None]
@@ -85,7 +85,7 @@ def cls_bias(
         raise InputError("there is no trace; pass the traces of one or more batches of images.")
     length = total.shape[-1]
     apart = {position % length for position in (cls, *special)}
-    patches = torch.tensor([position for position in range(length) if position not in apart])
+    patches = torch.tensor([position for position in range(length) if position not in apart], device="cpu")
     if len(patches) != grid[0] * grid[1]:
         raise InputError(
             f"{length} tokens without the {len(apart)} at {sorted(apart)} leave {len(patches)} patches, and the grid "

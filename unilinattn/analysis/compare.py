@@ -153,7 +153,7 @@ def compare_trained(
             label: replace(
                 result,
                 # A query's own key is no candidate.
-                scores=result.scores.masked_fill(torch.eye(problem.length, dtype=torch.bool), torch.nan),
+                scores=result.scores.masked_fill(torch.eye(problem.length, dtype=torch.bool, device="cpu"), torch.nan),
                 model=f"{task}/{name}",
                 tokens=[texts],
             )

@@ -171,7 +171,7 @@ class ModelComparison:
             return None
         names = list(self.similarity.names)
         rows, columns = ([names.index(key) for key in self._keys(name)] for name in (first, second))
-        pairs = torch.tensor([(a, b) for a in rows for b in columns if a != b]).view(-1, 2).T
+        pairs = torch.tensor([(a, b) for a in rows for b in columns if a != b], device="cpu").view(-1, 2).T
         if not pairs.numel():
             return None
         correlation, divergence = self.similarity.rank_correlation, self.similarity.divergence

@@ -82,4 +82,4 @@ def convolution_taps(layer: Layer, *, conv: int = 0) -> ConvolutionTaps:
     size = taps.abs().double().T
     lags = range(len(size))
     pairs = [[rank_correlation(size[None, a], size[None, b]).mean for b in lags] for a in lags]
-    return ConvolutionTaps(layer.name, taps, torch.tensor(pairs, dtype=torch.float64))
+    return ConvolutionTaps(layer.name, taps, torch.tensor(pairs, dtype=torch.float64, device="cpu"))

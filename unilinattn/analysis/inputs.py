@@ -98,7 +98,7 @@ def image_read(trace: Trace, processor: Any) -> np.ndarray:
     image = values[0].detach().float().cpu().permute(1, 2, 0)
     mean, deviation = (getattr(processor, name, None) for name in ("image_mean", "image_std"))
     if mean and deviation and getattr(processor, "do_normalize", False):
-        image = image * torch.tensor(deviation) + torch.tensor(mean)
+        image = image * torch.tensor(deviation, device="cpu") + torch.tensor(mean, device="cpu")
     else:
         image = (image - image.min()) / (image.max() - image.min()).clamp(min=1e-12)
     scaled: np.ndarray = (image.clamp(0, 1) * 255).round().to(torch.uint8).numpy()

@@ -111,7 +111,7 @@ def _response(stage: Mix) -> Float[Tensor, "batch query part"]:
     batch, heads, _, keys = stage.mixer.shape
     like = stage.mixer.zeros(())
     generator = torch.Generator().manual_seed(0)
-    vector = torch.randn(1, keys, heads, 1, generator=generator, dtype=torch.float64).to(like)
+    vector = torch.randn(1, keys, heads, 1, generator=generator, dtype=torch.float64, device="cpu").to(like)
     mixed = stage.mixer.apply(vector.expand(batch, -1, -1, -1)).flatten(2)
     return torch.view_as_real(mixed).flatten(2) if mixed.is_complex() else mixed
 

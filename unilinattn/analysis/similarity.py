@@ -56,7 +56,7 @@ class LayerSimilarity:
 
     def __repr__(self) -> str:
         """Show each pair of layers, the most similar by rank first."""
-        pairs = torch.triu_indices(len(self.names), len(self.names), 1).T.tolist()
+        pairs = torch.triu_indices(len(self.names), len(self.names), 1, device="cpu").T.tolist()
         pairs.sort(key=lambda pair: -float(self.rank_correlation[tuple(pair)]))
         rows = [("layer", "layer", "rank correlation", "divergence")]
         rows += [
@@ -140,8 +140,11 @@ def layer_similarity(
         if any(each.shape != maps[0].shape for each in maps):
             shapes = ", ".join(f"{name} {tuple(each.shape)}" for name, each in zip(names, maps, strict=True))
             raise InputError(f"the maps have different shapes ({shapes}); trace the same sequences with every model.")
-        ranks, divergence = torch.eye(len(maps), dtype=torch.float64), torch.zeros(len(maps), len(maps)).double()
-        for a, b in torch.triu_indices(len(maps), len(maps), 1).T.tolist():
+        ranks, divergence = (
+            torch.eye(len(maps), dtype=torch.float64, device="cpu"),
+            torch.zeros(len(maps), len(maps), device="cpu").double(),
+        )
+        for a, b in torch.triu_indices(len(maps), len(maps), 1, device="cpu").T.tolist():
             # The union: a causal map compared with one that is not weights later keys by zero.
             similarity = map_similarity(maps[a], maps[b], keys[a] | keys[b].to(keys[a].device))
             ranks[a, b] = ranks[b, a] = similarity.rank_correlation
@@ -223,7 +226,7 @@ class SampleSimilarity:
         }
         if not keys:
             return None
-        values = torch.full((2, len(keys), len(keys)), torch.nan, dtype=torch.float64)
+        values = torch.full((2, len(keys), len(keys)), torch.nan, dtype=torch.float64, device="cpu")
         for i, (a, first) in enumerate(keys.items()):
             for j, (b, second) in enumerate(keys.items()):
                 if (a, b) in self.sums:

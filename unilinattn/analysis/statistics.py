@@ -125,7 +125,7 @@ def _self_mixing(trace: Trace) -> list[Layer]:
 def _measure(trace: Trace, layer: Layer, scope: str, heads: Heads, within: float) -> LayerStatistics:
     op, causal = only_port(layer), is_causal(layer.operator)
     count = op.num_heads(scope) if heads is None else 1
-    totals, rows = torch.zeros(4, 1, dtype=torch.float64), 0
+    totals, rows = torch.zeros(4, 1, dtype=torch.float64, device="cpu"), 0
     for block_rows, block in op.row_blocks(scope=scope, heads=heads, extra_elements=HELD * count):
         valid = candidate_keys(trace, layer, block_rows, causal)
         rows += int(valid.any(-1).sum())

@@ -152,7 +152,7 @@ def token_similarity(rows: TokenVectors, columns: TokenVectors) -> TokenSimilari
 
 def embeddings(vectors: Float[Tensor, "token feature"]) -> TokenVectors:
     """Return the rows of an embedding matrix as token vectors, for `token_similarity`."""
-    return TokenVectors("embeddings", 0, torch.arange(len(vectors)), vectors.detach().double())
+    return TokenVectors("embeddings", 0, torch.arange(len(vectors), device="cpu"), vectors.detach().double())
 
 
 def _unit(vectors: TokenVectors) -> Float[Tensor, "token feature"]:

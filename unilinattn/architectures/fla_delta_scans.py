@@ -207,7 +207,9 @@ def preconditioned_delta_rule(
     square = ScalarDecay(ones, ones, g_atk).apply(beta_atk.unsqueeze(-1) * k.square())
     centre = -0.2 if log_atk_scale is None else log_atk_scale.to(k).view(-1, 1)
     distance = torch.log(square + eps) - centre
-    written = k * torch.exp(-torch.log(torch.tensor(x, dtype=torch.float64)).to(k) * distance / (1 + distance.abs()))
+    written = k * torch.exp(
+        -torch.log(torch.tensor(x, dtype=torch.float64, device="cpu")).to(k) * distance / (1 + distance.abs())
+    )
     groups = v.shape[2] // k.shape[2]
     q, k, written = (side.repeat_interleave(groups, 2) for side in (q, k, written))
     written = written * beta.unsqueeze(-1)

@@ -301,7 +301,7 @@ def _visible(
     """Return which keys a query reads; a padded query reads itself."""
     position = torch.arange(scores.shape[-1], device=scores.device)
     distance = position[:, None] - position
-    visible = (distance >= 0) | torch.tensor(not causal)
+    visible = (distance >= 0) | torch.tensor(not causal, device="cpu")
     before, after = window
     visible = visible if before < 0 else visible & (distance <= before)
     visible = visible if after < 0 else visible & (-distance <= after)

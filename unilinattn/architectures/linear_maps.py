@@ -106,7 +106,9 @@ def _channels(value: Tensor, output: Tensor) -> Tensor | None:
     if (batch, tokens) != output.shape[:2] or (steps[0], steps[2], 1) != output.stride():
         return None
     first = int(value.storage_offset()) - int(output.storage_offset())
-    index = (first + torch.arange(heads)[:, None] * steps[1] + torch.arange(channels) * steps[3]).flatten()
+    index = (
+        first + torch.arange(heads, device="cpu")[:, None] * steps[1] + torch.arange(channels, device="cpu") * steps[3]
+    ).flatten()
     return index if bool(((index >= 0) & (index < output.shape[2])).all()) else None
 
 

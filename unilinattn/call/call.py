@@ -163,7 +163,7 @@ def linear_layer(module: nn.Module, host: nn.Module) -> Any:
     features = getattr(module, "in_features", None)
     if not isinstance(features, int) or is_plain(module, host):
         return module
-    like = next((p for p in module.parameters() if p.is_floating_point()), torch.empty(0))
+    like = next((p for p in module.parameters() if p.is_floating_point()), torch.empty(0, device="cpu"))
     basis = torch.eye(features, dtype=like.dtype, device=like.device)
     zero = module.forward(torch.zeros_like(basis[:1]))
     columns = [module.forward(rows) - zero for rows in basis.split(BASIS)]
@@ -218,7 +218,7 @@ def unmasked_leak(module: nn.Module, mask: Bool[Tensor, "batch length"]) -> str 
     apply = _beside(module, MASKING)
     if apply is None or not padded_left(mask):
         return None
-    if torch.equal(apply(torch.ones(*mask.shape, 1), mask.long())[..., 0], mask.float()):
+    if torch.equal(apply(torch.ones(*mask.shape, 1, device="cpu"), mask.long())[..., 0], mask.float()):
         return None
     return f"{type(module).__name__} of {package_version(module)} does not mask a batch of {len(mask)}"
 

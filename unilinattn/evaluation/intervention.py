@@ -33,7 +33,7 @@ def replacement_effects(
     _check(input_ids, answers, vocabulary, draws)
     count, length = input_ids.shape
     generator = torch.Generator().manual_seed(seed)
-    order = torch.rand(count, length, vocabulary - 1, generator=generator).argsort(-1)
+    order = torch.rand(count, length, vocabulary - 1, generator=generator, device="cpu").argsort(-1)
     replacements = (input_ids[..., None] + 1 + order[..., :draws].to(input_ids.device)) % vocabulary
     replaced = input_ids[:, None, None].repeat(1, length, draws, 1)
     key = torch.arange(length, device=input_ids.device)

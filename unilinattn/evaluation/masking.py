@@ -111,7 +111,7 @@ def real_tokens(arguments: Mapping[str, Any], shape: tuple[int, ...]) -> Bool[Te
     mask = arguments.get("attention_mask")
     if isinstance(mask, Tensor) and tuple(mask.shape) == shape:
         return mask != 0
-    return torch.ones(shape, dtype=torch.bool)
+    return torch.ones(shape, dtype=torch.bool, device="cpu")
 
 
 def _embeddings(model: nn.Module, inputs: Mapping[str, Any], ids: Tensor | None, masking: Masking) -> Removal:

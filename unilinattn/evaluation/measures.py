@@ -188,19 +188,21 @@ class Case:
     def _label(self, target: Any) -> Tensor | None:
         """Return the sample's label, by default the prediction that its trace explains."""
         if self.sample.label is not None:
-            return torch.tensor([self.sample.label])
+            return torch.tensor([self.sample.label], device="cpu")
         predicted = self.trace.explained_logit.prediction(target)
         return None if predicted is None else predicted[self.row : self.row + 1]
 
     def _default_keys(self) -> Bool[Tensor, "*query key"]:
         *queries, keys = self.scores.shape
-        real = torch.ones(keys, dtype=torch.bool) if self.result.mask is None else self.result.mask[0].cpu()
+        real = (
+            torch.ones(keys, dtype=torch.bool, device="cpu") if self.result.mask is None else self.result.mask[0].cpu()
+        )
         if not queries and self.position is None:
             return real
         if queries and queries != [keys]:
             raise InputError(f"scores of shape {tuple(self.scores.shape)} have no default keys; give `valid`.")
         causal = all(is_causal(layer.operator) for layer in self.trace.layers if not layer.opaque)
-        others = earlier_keys(keys) if causal else ~torch.eye(keys, dtype=torch.bool)
+        others = earlier_keys(keys) if causal else ~torch.eye(keys, dtype=torch.bool, device="cpu")
         return (others if queries else others[self.position]) & real
 
 
@@ -277,14 +279,16 @@ def _deletion(case: Case, **options: Any) -> Measurement:
 
 def _weights() -> Float[Tensor, " fraction"]:
     """Return the weights of a deletion curve's values, whose weighted mean is its area by the trapezoidal rule."""
-    weights = torch.ones(len(TENTHS), dtype=torch.float64)
+    weights = torch.ones(len(TENTHS), dtype=torch.float64, device="cpu")
     weights[[0, -1]] = 0.5
     return weights * len(weights) / weights.sum()
 
 
 def deletion_curve(samples: Sequence[Sequence[Sequence[float]]]) -> PerturbationCurve:
     """Return the deletion curve of each sample from the parts of the metric `deletion`, its weighted values."""
-    values = torch.tensor([[top / bottom for top, bottom in terms] for terms in samples], dtype=torch.float64)
+    values = torch.tensor(
+        [[top / bottom for top, bottom in terms] for terms in samples], dtype=torch.float64, device="cpu"
+    )
     return PerturbationCurve(TENTHS, values / _weights())
 
 

@@ -64,7 +64,7 @@ def earlier_keys(length: int) -> Bool[Tensor, "query key"]:
     Methods that add the residual stream always rank a query's own token first, so it is no candidate. A model that is
     not causal has the candidates `~torch.eye(length, dtype=torch.bool)`.
     """
-    return torch.ones(length, length, dtype=torch.bool).tril(-1)
+    return torch.ones(length, length, dtype=torch.bool, device="cpu").tril(-1)
 
 
 def row_scores(
@@ -176,7 +176,7 @@ def gold_links(links: Iterable[tuple[int, int]], queries: int, keys: int) -> Boo
 
     Raises `InputError` for a link that is no pair of integers, or that lies outside the sentence.
     """
-    mask = torch.zeros(queries, keys, dtype=torch.bool)
+    mask = torch.zeros(queries, keys, dtype=torch.bool, device="cpu")
     for link in links:
         try:
             query, key = (index(position) for position in link)

@@ -216,7 +216,7 @@ class PerturbationTest:
             units = valid.nonzero().squeeze(1)
             # A generator for each sequence, so that the other sequences of a batch change nothing.
             generator = torch.Generator().manual_seed(self._seed)
-            units = units[torch.randperm(len(units), generator=generator).to(units.device)]
+            units = units[torch.randperm(len(units), generator=generator, device="cpu").to(units.device)]
             units = units[scores[units].argsort(descending=True, stable=True)]
             row[units] = torch.arange(len(units), device=row.device)
         return rank.view(order.shape)

@@ -185,7 +185,7 @@ def with_patches(samples: Sequence[Sample], model: nn.Module) -> list[Sample]:
                 tokens_by_size[size] = trace(model, sample.inputs, progress=False).image_tokens
             tokens = tokens_by_size[size]
         if tokens is not None:
-            valid = torch.zeros(max((*tokens.patches, *tokens.cls)) + 1, dtype=torch.bool)
+            valid = torch.zeros(max((*tokens.patches, *tokens.cls)) + 1, dtype=torch.bool, device="cpu")
             valid[list(tokens.patches)] = True
             target = tokens.cls[0] if len(tokens.cls) == 1 else None
             sample = replace(sample, grid=tokens.grid, valid=valid, target=target)
@@ -209,7 +209,7 @@ def _of_text(entry: Mapping[str, Any], tokenizer: Any) -> Sample:
     for name in ("target", "label"):
         if type(entry.get(name, 0)) is not int:
             raise InputError(f"{name} is {entry[name]!r}; give an integer.")
-    ids = torch.tensor([tokenizer(entry["text"])["input_ids"]], dtype=torch.long)
+    ids = torch.tensor([tokenizer(entry["text"])["input_ids"]], dtype=torch.long, device="cpu")
     length = ids.shape[1]
     if length == 0:
         raise InputError("the text has no tokens.")

@@ -74,9 +74,9 @@ def baseline(name: str) -> Scorer:
         queries, keys = map_shape(trace.layers[-1])[1:]
         every = sample.target is None and sample.relevant is not None and sample.relevant.ndim == 2
         shape = (queries, keys) if every else (keys,)
-        position = torch.arange(keys, dtype=torch.float64).expand(shape)
+        position = torch.arange(keys, dtype=torch.float64, device="cpu").expand(shape)
         scores = {"recency": [position], "primacy": [-position]}
-        draws = scores.get(name) or [torch.rand(*shape, dtype=torch.float64) for _ in range(DRAWS)]
+        draws = scores.get(name) or [torch.rand(*shape, dtype=torch.float64, device="cpu") for _ in range(DRAWS)]
         return [as_result(name, draw, trace) for draw in draws]
 
     return Scorer(name, {"baseline": name}, run, reads_model=False)

@@ -58,11 +58,11 @@ def frozen_output(layer: Layer, arguments: Mapping[str, Any]) -> Tensor:
     Raises `UncoveredError` if the tensor of a port is none of the arguments.
     """
     inputs = _port_values(layer, arguments)
-    trigger = torch.zeros(())
+    trigger = torch.zeros((), device="cpu")
     if any(map(_has_constants, inputs.values())) or layer.operator.bias.any():
         # `jvp` runs only if an input is dual. In a model without biases no tangent follows, which saves a third of the
         # run's products.
-        trigger = forward_ad.make_dual(trigger, torch.zeros(()))
+        trigger = forward_ad.make_dual(trigger, torch.zeros((), device="cpu"))
     dtype = next(iter(inputs.values())).dtype
     output: Tensor = _Operator.apply(layer, tuple(inputs), dtype, trigger, *inputs.values())
     return output
@@ -207,7 +207,7 @@ def _affine(stage: Stage, x: Tensor) -> Tensor:
         if not x.requires_grad:
             return stage.apply(x)
         # `jvp` runs only if an input is dual.
-        trigger = forward_ad.make_dual(torch.zeros(()), torch.zeros(()))
+        trigger = forward_ad.make_dual(torch.zeros((), device="cpu"), torch.zeros((), device="cpu"))
         output: Tensor = _Affine.apply(stage, trigger, x)
         return output
 

@@ -178,7 +178,7 @@ def decoder_start(model: nn.Module, batch: int) -> dict[str, Tensor]:
     ids = (getattr(each, name, None) for each in settings for name in ("decoder_start_token_id", "bos_token_id"))
     start = next((each for each in ids if isinstance(each, int)), None)
     takes = is_encoder_decoder(model) and "decoder_input_ids" in inspect.signature(model.forward).parameters
-    return {"decoder_input_ids": torch.full((batch, 1), start)} if takes and start is not None else {}
+    return {"decoder_input_ids": torch.full((batch, 1), start, device="cpu")} if takes and start is not None else {}
 
 
 def sequences_in(arguments: Mapping[str, Any]) -> int | None:
@@ -196,8 +196,8 @@ def real_tokens(arguments: Mapping[str, Any], name: str = "attention_mask") -> B
 def last_real(mask: Bool[Tensor, "batch length"] | None) -> Int[Tensor, " batch"]:
     """Return the position of each sequence's last real token; a single -1 without a mask."""
     if mask is None:
-        return torch.tensor([-1])
-    return (torch.arange(mask.shape[1]) * mask.cpu()).amax(1)
+        return torch.tensor([-1], device="cpu")
+    return (torch.arange(mask.shape[1], device="cpu") * mask.cpu()).amax(1)
 
 
 def bound_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -126,9 +126,9 @@ def positions_of(
     """
     batch = real.shape[0]
     try:
-        wanted = torch.as_tensor(target)
+        wanted = torch.as_tensor(target, device=real.device)
     except (TypeError, ValueError, RuntimeError):
-        wanted = torch.zeros(0, dtype=torch.bool)
+        wanted = real.new_zeros(0)
     if wanted.is_floating_point() or wanted.dtype == torch.bool or wanted.ndim > 1:
         raise InputError(f"target {target!r} is no position; give an int, or a list with one int a sequence.")
     if wanted.ndim == 1 and wanted.numel() != batch:
@@ -139,7 +139,7 @@ def positions_of(
         if not -len(tokens) <= t < len(tokens):
             raise InputError(f"target {t} is out of range: sequence {b} has {len(tokens)} real positions.")
         positions.append(int(tokens[t]))
-    return torch.tensor(positions)
+    return torch.tensor(positions, device="cpu")
 
 
 def logits_wanted(logit: Any) -> list[int]:
@@ -163,7 +163,7 @@ def kept_positions(arguments: Mapping[str, Any], length: int) -> Int[Tensor, " p
     """
     keep = arguments.get(KEEP, 0)
     if isinstance(keep, int):
-        return torch.arange(max(0, length - keep), length) if keep else None
+        return torch.arange(max(0, length - keep), length, device="cpu") if keep else None
     if not isinstance(keep, Tensor) or keep.ndim != 1 or keep.dtype == torch.bool:
         raise InputError(f"{KEEP} is {keep!r}; give an int, or a tensor with one axis of positions.")
     return keep.cpu() % length

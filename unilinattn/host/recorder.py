@@ -18,7 +18,7 @@ from unilinattn.host.module_calls import CallRecord, Prefix, first_tensor, tenso
 from unilinattn.host.observer import Inputs, Observer
 from unilinattn.registry import UNREGISTERED, Architecture, Mark, architecture_of, list_architectures
 
-MAIN = torch.empty(0)
+MAIN = torch.empty(0, device="cpu")
 """Marks the place of a layer's output in the nesting that the layer returned (`CallRecord.structure`)."""
 
 

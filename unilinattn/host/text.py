@@ -119,7 +119,9 @@ class Text:
                 "its tokens; give a position, or use a fast tokenizer (AutoTokenizer.from_pretrained returns one)."
             )
         pattern = re.compile(re.escape(target)) if isinstance(target, str) else target
-        return torch.tensor([_place(pattern, *each, target) for each in zip(self.texts, self.spans, strict=True)])
+        return torch.tensor(
+            [_place(pattern, *each, target) for each in zip(self.texts, self.spans, strict=True)], device="cpu"
+        )
 
 
 def encoded(texts: str | Sequence[Any], tokenizer: Any) -> Text:
@@ -148,11 +150,13 @@ def encoded(texts: str | Sequence[Any], tokenizer: Any) -> Text:
     candidates = (getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
     # The mask hides padding, so any id will do.
     filler = next((token for token in candidates if token is not None), 0)
-    arguments = {"input_ids": torch.tensor([padded(row, filler) for row in rows])}
+    arguments = {"input_ids": torch.tensor([padded(row, filler) for row in rows], device="cpu")}
     if any(len(row) < longest for row in rows):
-        arguments["attention_mask"] = torch.tensor([padded([1] * len(row), 0) for row in rows])
+        arguments["attention_mask"] = torch.tensor([padded([1] * len(row), 0) for row in rows], device="cpu")
     if any(len(each) > 1 for each in sequences) and "token_type_ids" in encodings[0]:
-        arguments["token_type_ids"] = torch.tensor([padded(each["token_type_ids"], 0) for each in encodings])
+        arguments["token_type_ids"] = torch.tensor(
+            [padded(each["token_type_ids"], 0) for each in encodings], device="cpu"
+        )
     joined = tuple(map("".join, sequences))
     if not getattr(tokenizer, "is_fast", False):
         return Text(joined, tokenizer, arguments, None, None)

@@ -84,4 +84,4 @@ def _normal(fraction: Float[Tensor, "*axes"], exponent: Int[Tensor, "*axes"]) ->
 def _powers(dtype: torch.dtype) -> Float[Tensor, " power"]:
     """Return the normal powers of two in ascending order, exactly."""
     low, high = exponent_range(dtype)
-    return torch.tensor([2.0**exponent for exponent in range(low - 1, high)], dtype=dtype)
+    return torch.tensor([2.0**exponent for exponent in range(low - 1, high)], dtype=dtype, device="cpu")

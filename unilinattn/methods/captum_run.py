@@ -195,8 +195,8 @@ def _explained(
         for position in progress(targets, method):
             function = TokenFunction(trace, model, position, options.scalar)
             scored = score(function)
-            rows = trace.positions(position) if target is None else torch.zeros(batch, dtype=torch.long)
-            cells = torch.arange(batch), rows
+            rows = trace.positions(position) if target is None else torch.zeros(batch, dtype=torch.long, device="cpu")
+            cells = torch.arange(batch, device="cpu"), rows
             scores[cells] = scored.tokens.detach().to(scores).masked_fill(~function.real, 0)
             for name, values in scored.extras.items():
                 numbers = extras.setdefault(name, scores.new_zeros(shape[:2], dtype=torch.float64))

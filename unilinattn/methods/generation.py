@@ -119,7 +119,7 @@ def _stacked(rows: Sequence[Attribution], positions: Sequence[int]) -> Attributi
     positions = [start + position for position in positions]
     for name in dict.fromkeys(name for row in rows for name in row.extras):
         # Only the rows beyond the range of their dtype have a scale.
-        absent = torch.zeros(first.scores.shape[:-1], dtype=torch.float64)
+        absent = torch.zeros(first.scores.shape[:-1], dtype=torch.float64, device="cpu")
         tensors = [row.extras.get(name, absent) for row in rows]
         if tensors[0].shape == first.scores.shape:
             extras[name] = _causal(torch.stack(tensors, -2), positions)

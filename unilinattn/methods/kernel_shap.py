@@ -62,7 +62,7 @@ def kernel_shap(trace: Trace, options: KernelShap, *, target: Target | None = No
 
 def _coalitions(count: int) -> Int[Tensor, "coalition token"]:
     """Return every coalition of `count` tokens, from none to all: 1 for a present token, else 0."""
-    return torch.arange(2**count).unsqueeze(1) >> torch.arange(count) & 1
+    return torch.arange(2**count, device="cpu").unsqueeze(1) >> torch.arange(count, device="cpu") & 1
 
 
 def _shapley_values(

@@ -68,7 +68,7 @@ def knockout(trace: Trace, options: Knockout, *, target: Target | None = None) -
         edges: Edges = Listed(chunk[:, None, 1:]) if options.edges else Outgoing(key)
         cut = Cut(edges, reading, options.heads, options.channels, replace, sequences)
         effect = measured.drop(sequences, cut)
-        rows = query[:, None] if options.edges else torch.arange(shape[2]).expand(len(chunk), -1)
+        rows = query[:, None] if options.edges else torch.arange(shape[2], device="cpu").expand(len(chunk), -1)
         scores[index, sequences[:, None], rows, joint.slot(stream).start + key[:, None]] = effect
     if measured.has_queries and trace.layers[-1].mask is not None:
         scores.masked_fill_(~trace.layers[-1].mask.to(scores.device)[:, :, None], 0)
@@ -91,7 +91,7 @@ class _Measured:
         self._positions = None if target is None else trace.positions(target)
         self._ids: Int[Tensor, "batch query id"] | None = None
         self.has_queries = False
-        everything = torch.arange(trace.layers[-1].output.shape[0])
+        everything = torch.arange(trace.layers[-1].output.shape[0], device="cpu")
         self.base = self._numbers(self._run(everything), everything)
 
     def drop(self, sequences: Int[Tensor, " run"], cut: Cut) -> Float[Tensor, "run query"]:
@@ -126,18 +126,18 @@ def _windows(indices: Sequence[int], size: int) -> Iterator[list[int]]:
 def _tokens(trace: Trace, stream: TokenStream) -> Int[Tensor, "place 3"]:
     """Return (sequence, 0, key) for every real token of a stream."""
     mask = stream_mask(trace, stream)
-    real = torch.ones(stream.shape, dtype=torch.bool) if mask is None else mask.cpu()
+    real = torch.ones(stream.shape, dtype=torch.bool, device="cpu") if mask is None else mask.cpu()
     sequences, keys = real.nonzero().unbind(1)
     return torch.stack([sequences, torch.zeros_like(keys), keys], dim=1)
 
 
 def _edges(edges: Sequence[tuple[int, int]], length: int, batch: int) -> Int[Tensor, "place 3"]:
     """Return (sequence, query, key) for every edge of every sequence; raise `InputError` for one outside of it."""
-    pairs = torch.tensor(edges)
+    pairs = torch.tensor(edges, device="cpu")
     outside = ((pairs < -length) | (pairs >= length)).any(1)
     if bool(outside.any()):
         edge = tuple(pairs[outside][0].tolist())
         raise InputError(f"knockout: edge {edge} is out of range; positions are {-length} to {length - 1}.")
     pairs = pairs % length
-    sequences = torch.arange(batch).repeat_interleave(len(pairs))
+    sequences = torch.arange(batch, device="cpu").repeat_interleave(len(pairs))
     return torch.cat([sequences[:, None], pairs.repeat(batch, 1)], dim=1)

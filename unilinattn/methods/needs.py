@@ -122,7 +122,7 @@ def _last_stream(call: Call) -> bool:
 
 
 def _cuts(call: Call) -> bool:
-    trace, first = call.trace, torch.zeros(1, dtype=torch.long)
+    trace, first = call.trace, torch.zeros(1, dtype=torch.long, device="cpu")
     indices = [trace.layers.index(layer) for layer in call.selected()]
     reading = [each for each in indices if streams_of(trace, trace.layers[each])[1] == trace.target_stream]
     positions = None if callable(call.logit) or call.target is None else trace.positions(call.target)

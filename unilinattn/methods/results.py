@@ -184,7 +184,7 @@ def make_result(
         extras = {name: rows.squeeze(-2 if rows.shape == scores.shape else -1) for name, rows in extras.items()}
         scores = scores.squeeze(-2)
     if decomposition_error is not None:
-        extras["decomposition_error"] = torch.tensor(decomposition_error, dtype=torch.float64)
+        extras["decomposition_error"] = torch.tensor(decomposition_error, dtype=torch.float64, device="cpu")
         completeness_gap = extras["decomposition_error"].max().item()
     errors = {}
     for layer in layers:
@@ -218,5 +218,5 @@ def make_result(
 
 def stored_options(options: Options, target: Target | None) -> dict[str, Any]:
     """Return the options and the target as plain Python values, for the result."""
-    plain = torch.as_tensor(target).tolist() if target is not None else None
+    plain = torch.as_tensor(target, device="cpu").tolist() if target is not None else None
     return {**options.model_dump(), "target": plain}

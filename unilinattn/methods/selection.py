@@ -180,7 +180,7 @@ def every_position(trace: Trace) -> list[Int[Tensor, " batch"]]:
     """Return targets that reach every real position; a shorter sequence repeats its last one."""
     layer = trace.layers[-1]
     batch, length = layer.output.shape[:2]
-    counts = torch.full((batch,), length) if layer.mask is None else layer.mask.sum(1).cpu()
+    counts = torch.full((batch,), length, device="cpu") if layer.mask is None else layer.mask.sum(1).cpu()
     return [torch.clamp(counts - 1, max=position) for position in range(int(counts.max()))]
 
 

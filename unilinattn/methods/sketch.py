@@ -21,7 +21,7 @@ def sign_sketch(size: int, width: int, seed: int, like: Tensor) -> Float[Tensor,
     Its relative standard deviation is at most sqrt(2 / size): the variance is 2 / size (||v||^4 - sum_a v_a^4)
     (Achlioptas, 2003). The signs depend on the seed only, not on the device.
     """
-    signs = torch.randint(2, (size, width), generator=torch.Generator().manual_seed(seed))
+    signs = torch.randint(2, (size, width), generator=torch.Generator().manual_seed(seed), device="cpu")
     return (2 * signs - 1).to(like) / size**0.5
 
 

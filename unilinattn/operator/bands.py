@@ -17,7 +17,7 @@ Band = Mapping[int, Tensor]
 
 def band(chain: Sequence[Stage]) -> Band | None:
     """Return the coefficients of a chain, None if it has other stages than scales and short convolutions."""
-    total: Band = {0: torch.ones(1, 1, 1)}
+    total: Band = {0: torch.ones(1, 1, 1, device="cpu")}
     for stage in chain:
         coefficients = _stage_band(stage)
         if coefficients is None:

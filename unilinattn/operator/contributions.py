@@ -87,7 +87,7 @@ def _by_key(
         selected = torch.arange(keys, device=value.device)[columns]
         # A column of right-hand sides has one token's vector and zeros for all others.
         probe = value.new_zeros(batch, keys, channels, len(selected))
-        probe[:, selected, :, torch.arange(len(selected))] = value[:, selected].transpose(0, 1)
+        probe[:, selected, :, torch.arange(len(selected), device="cpu")] = value[:, selected].transpose(0, 1)
         mixed = run(middle, probe, bias=False)
         rows.append(mixed.gather(1, index[:, :, None, None].expand(-1, -1, *mixed.shape[2:])))
     return torch.cat(rows, dim=3)

@@ -101,7 +101,7 @@ class Listed(Edges):
         pairs = self.pairs if self.pairs.ndim == 3 else self.pairs[None]
         if self.pairs.ndim == 3 and len(pairs) != batch:
             raise InputError(f"edges are given for {len(pairs)} sequences, and {name} has {batch}; give some for each.")
-        limit = torch.tensor(lengths)
+        limit = torch.tensor(lengths, device="cpu")
         outside = ((pairs < -limit) | (pairs >= limit)).any(-1)
         if bool(outside.any()):
             edge = tuple(pairs[outside][0].tolist())
@@ -222,7 +222,9 @@ def _integers(pairs: Any) -> Int[Tensor, "*batch edge 2"]:
             rows = [tuple(pair) for pair in pairs]
             if not all(len(row) == 2 and not any(isinstance(position, bool) for position in row) for row in rows):
                 raise TypeError
-            return torch.tensor([as_int(position) for position in chained(*rows)], dtype=torch.long).view(-1, 2)
+            return torch.tensor([as_int(position) for position in chained(*rows)], dtype=torch.long, device="cpu").view(
+                -1, 2
+            )
         except TypeError:
             description = repr(pairs)[:80]
     raise InputError(
@@ -235,7 +237,7 @@ def _grouped(pairs: Int[Tensor, "some edge 2"], shape: tuple[int, int, int]) -> 
     """Return all sequences' edges in groups, some of them empty where sequences have fewer."""
     rectangles = [_rectangles(edges) for edges in pairs]
     count = max(map(len, rectangles), default=0)
-    queries, keys = (torch.zeros(len(pairs), count, length, dtype=torch.bool) for length in shape[1:])
+    queries, keys = (torch.zeros(len(pairs), count, length, dtype=torch.bool, device="cpu") for length in shape[1:])
     for b, sets in enumerate(rectangles):
         for group, (rows, columns) in enumerate(sets):
             queries[b, group, rows], keys[b, group, columns] = True, True
@@ -256,4 +258,4 @@ def _alike(pairs: Int[Tensor, "edge 2"]) -> list[tuple[Tensor, Tensor]]:
     sets: dict[bytes, tuple[list[int], Tensor]] = {}
     for position, others in zip(first.tolist(), pairs[:, 1].split(counts.tolist()), strict=True):
         sets.setdefault(others.numpy().tobytes(), ([], others))[0].append(position)
-    return [(torch.tensor(ones), others) for ones, others in sets.values()]
+    return [(torch.tensor(ones, device="cpu"), others) for ones, others in sets.values()]

@@ -146,7 +146,7 @@ def row_product(
 
 def _product_of(chain: Sequence[Stage]) -> Tensor | None:
     """Return the product of real scales, None if the chain has other stages."""
-    total = torch.ones(1, 1, 1)
+    total = torch.ones(1, 1, 1, device="cpu")
     for stage in chain:
         if not isinstance(stage, Scale) or stage.scale.is_complex():
             return None

@@ -83,7 +83,7 @@ def _of_channels(stage: Stage, groups: int, channels: slice) -> Stage:
     """Return a per-channel stage restricted to some of a chain's channels."""
     if channels == slice(0, groups):
         return stage
-    index = torch.arange(channels.start, channels.stop)
+    index = torch.arange(channels.start, channels.stop, device="cpu")
     if isinstance(stage, Scale):
         scale = stage.scale
         return Scale(stage.role, scale[..., (index // (groups // scale.shape[-1])).to(scale.device)])

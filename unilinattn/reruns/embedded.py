@@ -156,7 +156,7 @@ class EmbeddedModel:
         origin, ids = source.origin, source.ids
         if isinstance(origin, str):
             return [self._trace.arguments[origin]]
-        arguments = of_sequences(self._trace, torch.arange(source.stream.shape[0]))
+        arguments = of_sequences(self._trace, torch.arange(source.stream.shape[0], device="cpu"))
         if ids is not None:
             self._lookups[ids] = Lookups(self._model, arguments, [layer.name for layer in self._trace.layers], ids)
             return self._lookups[ids].vectors

@@ -72,7 +72,7 @@ def of_sequences(trace: Trace, sequences: Int[Tensor, " run"]) -> dict[str, Any]
     in order.
     """
     batch = trace.layers[-1].output.shape[0]
-    if not torch.equal(sequences.cpu(), torch.arange(batch)):
+    if not torch.equal(sequences.cpu(), torch.arange(batch, device="cpu")):
         for name, value in trace.arguments.items():
             if isinstance(value, Tensor) and value.ndim > 1 and len(value) not in (1, batch):
                 raise UncoveredError(

@@ -99,7 +99,7 @@ def _checked(span: Any) -> Span:
 def _real(result: Scores) -> Bool[Tensor, "batch key"]:
     if result.mask is not None:
         return result.mask.cpu()
-    return torch.ones(result.sizes.get("batch", 1), result.sizes["key"], dtype=torch.bool)
+    return torch.ones(result.sizes.get("batch", 1), result.sizes["key"], dtype=torch.bool, device="cpu")
 
 
 def _merged_groups(result: Result, groups: Sequence[Sequence[int | None]], reduce: str) -> Result:
@@ -134,7 +134,7 @@ def _merged_groups(result: Result, groups: Sequence[Sequence[int | None]], reduc
             [word for word, (a, b) in enumerate(each) if any(a <= sink < b for sink in row)]
             for row, each in zip(result.sinks, spans, strict=True)
         ]
-    mask = torch.arange(count) < torch.tensor([[len(each)] for each in spans])
+    mask = torch.arange(count, device="cpu") < torch.tensor([[len(each)] for each in spans], device="cpu")
     return replace(
         result,
         scores=scores,

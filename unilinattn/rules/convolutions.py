@@ -147,7 +147,7 @@ def largest(run: Compilation, node: Node, x: Any, dim: Any = None, keepdim: bool
         raise UncoveredError("the largest of many values that depend on the tokens is read")
     axis = axes[0] % point.ndim
     best = point.argmax(axis, keepdim=True)
-    entries = torch.arange(point.shape[axis]).split(1)
+    entries = torch.arange(point.shape[axis], device="cpu").split(1)
     taps = (carried.moved(carried.index.index_select(axis, entry.to(best.device))) for entry in entries)
     terms = (run.scaled(tap, (best == number).to(run.like), "gate") for number, tap in enumerate(taps))
     total = reduce(summed, terms)
@@ -175,7 +175,7 @@ class _Window:
             self._before = [r // 2 if padding == "same" else 0 for r in reach]
         else:
             self._before = list(_each(padding, axes))
-        if len(torch.zeros(self._kernel).flatten()) > TAPS:
+        if len(torch.zeros(self._kernel, device="cpu").flatten()) > TAPS:
             raise UncoveredError(f"a convolution of {self._kernel} taps over values that depend on the tokens")
 
     def sum(self, carried: Carried, tap: Tap) -> Carried:
@@ -185,7 +185,7 @@ class _Window:
 
     def counts(self, size: Sequence[int]) -> Int[Tensor, "*out"]:
         """Return the number of tokens in each window of tokens along axes of `size`."""
-        total = torch.ones((), dtype=torch.long)
+        total = torch.ones((), dtype=torch.long, device="cpu")
         for axis, length in enumerate(size):
             entries = (self._entries(axis, offset, length) >= 0 for offset in range(self._kernel[axis]))
             total = total[..., None] * torch.stack([*entries]).sum(0)
@@ -193,13 +193,17 @@ class _Window:
 
     def read(self, place: tuple[int, ...], size: Sequence[int]) -> Int[Tensor, "*out"]:
         """Return the number of the token at a place of each window, among those of the axes of `size`."""
-        number = torch.zeros((), dtype=torch.long)
+        number = torch.zeros((), dtype=torch.long, device="cpu")
         for axis, length in enumerate(size):
             number = number[..., None] * length + self._entries(axis, place[axis], length)
         return number
 
     def _entries(self, axis: int, offset: int, size: int) -> Int[Tensor, " entry"]:
-        index = torch.arange(self._out[axis]) * self._stride[axis] + offset * self._dilation[axis] - self._before[axis]
+        index = (
+            torch.arange(self._out[axis], device="cpu") * self._stride[axis]
+            + offset * self._dilation[axis]
+            - self._before[axis]
+        )
         return index.masked_fill((index < 0) | (index >= size), -1)
 
     def _moved(self, carried: Carried, place: tuple[int, ...]) -> Carried:
@@ -214,7 +218,7 @@ class _Spread(_Window):
     """The places of a window around each token, which tokens of the output they are."""
 
     def _entries(self, axis: int, offset: int, size: int) -> Int[Tensor, " entry"]:
-        reached = torch.arange(self._out[axis]) - offset * self._dilation[axis] + self._before[axis]
+        reached = torch.arange(self._out[axis], device="cpu") - offset * self._dilation[axis] + self._before[axis]
         index = reached // self._stride[axis]
         return index.masked_fill((reached % self._stride[axis] != 0) | (index < 0) | (index >= size), -1)
 

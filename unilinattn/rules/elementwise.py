@@ -89,7 +89,7 @@ def subtract_from(run: Compilation, node: Node, x: Any, other: Any, *, alpha: in
 @rule("lerp")
 def interpolate(run: Compilation, node: Node, x: Any, end: Any, weight: Any) -> Carried:
     """Add two carried tensors with frozen weights."""
-    weight = torch.as_tensor(run.number(weight))
+    weight = torch.as_tensor(run.number(weight), device=run.like.device)
     return summed(run.scaled(run.value(x), 1 - weight, "gate"), run.scaled(run.value(end), weight, "gate"))
 
 
@@ -129,7 +129,9 @@ def divide(run: Compilation, node: Node, x: Any, other: Any, *, rounding_mode: s
     """Divide by a frozen number."""
     if rounding_mode is not None:
         raise UncoveredError("a quotient of values that depend on the tokens is rounded")
-    return run.scaled(run.value(x), 1 / torch.as_tensor(run.number(other), dtype=run.like.dtype), "gate")
+    return run.scaled(
+        run.value(x), 1 / torch.as_tensor(run.number(other), dtype=run.like.dtype, device=run.like.device), "gate"
+    )
 
 
 @rule("masked_fill")

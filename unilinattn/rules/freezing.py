@@ -246,7 +246,8 @@ class Freezing(TorchFunctionMode):
         like, both = x if carried(x) else other, carried(x) and carried(other)
         x, other = self._source(x, like), self._source(other, like)
         rank = max(self.rank(x), self.rank(other))
-        if rank and not both and bool(torch.as_tensor(other if like is x else x).detach().any()):
+        constant = other if like is x else x
+        if rank and not both and bool(constant.detach().any() if isinstance(constant, Tensor) else constant):
             # An activation plus a constant, such as 1 + tanh, is one with f(0) != 0.
             rank = 2
         result = self._ranked(torch.add(x, other, alpha=alpha), rank)

@@ -114,7 +114,9 @@ def frozen_module(
             _require_separate_sequences(stage)
             chains[port] = (stage,)
     image = sum(chain[0].apply(inputs[port]) for port, chain in chains.items())
-    if not relative_error(torch.as_tensor(image), result.detach()) <= layer_tolerance(result.dtype):
+    if not relative_error(torch.as_tensor(image, device=result.device), result.detach()) <= layer_tolerance(
+        result.dtype
+    ):
         raise UncoveredError("its derivative and its constants do not give its output")
     return chains
 

@@ -107,8 +107,8 @@ def resize(run: Compilation, node: Node, x: Any, *args: Any, **kwargs: Any) -> C
         # The unit vectors of an axis, and one entry of each other axis.
         length = size[axis]
         probe = run.like.new_zeros(length, 1, *size[2:])
-        index: list[Any] = [torch.arange(length), 0, *[slice(None)] * len(size[2:])]
-        index[axis] = torch.arange(length)
+        index: list[Any] = [torch.arange(length, device="cpu"), 0, *[slice(None)] * len(size[2:])]
+        index[axis] = torch.arange(length, device="cpu")
         probe[tuple(index)] = 1
         result = node.func(probe, *args, **kwargs)
         matrix = result[(slice(None), 0, *(slice(None) if n == axis else 0 for n in range(2, result.ndim)))].mT

@@ -38,7 +38,7 @@ class Operand:
     @property
     def reach(self) -> int:
         """The largest number of tokens that one of some elements comes from."""
-        elements = torch.linspace(0, self.shape.numel() - 1, SAMPLES).long().tolist()
+        elements = torch.linspace(0, self.shape.numel() - 1, SAMPLES, device="cpu").long().tolist()
         return max(len(self.tokens(element)) for element in elements)
 
     @property

@@ -51,7 +51,7 @@ def require_close(
 def fresh(like: Tensor, seed: int) -> Tensor:
     """Return a standard normal tensor with the shape, dtype and device of `like`."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like)
+    return torch.randn(like.shape, generator=generator, dtype=torch.float64, device="cpu").to(like)
 
 
 def real_tokens(mask: Tensor | None, y: Tensor) -> Tensor:

@@ -238,9 +238,9 @@ class _Examination:
             self._padded(several[:count], singles[:count], side)
 
     def _padded(self, sequences: list[Int[Tensor, " _"]], singles: list[Trace], side: str) -> None:
-        lengths = torch.tensor([len(sequence) for sequence in sequences])[:, None]
+        lengths = torch.tensor([len(sequence) for sequence in sequences], device="cpu")[:, None]
         width = int(lengths.max()) + 2
-        position = torch.arange(width)
+        position = torch.arange(width, device="cpu")
         real = position >= width - lengths if side == "left" else position < lengths
         ids = sequences[0].new_full((len(sequences), width), int(sequences[0][0]))
         ids[real] = torch.cat(sequences)

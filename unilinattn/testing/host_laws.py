@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from unilinattn.call.exactness import relative_error, tolerance
 from unilinattn.host.inputs import host_arguments
+from unilinattn.kernels.precision import unrounded_products
 from unilinattn.testing.checks import fresh, outputs, require, require_close
 from unilinattn.testing.promote import promoted
 from unilinattn.testing.rounding import rounding_limit, run_module, widened
@@ -146,10 +147,11 @@ def _real(tensor: Tensor, traced: Trace) -> Tensor:
 
 @torch.no_grad()
 def _returned(model: nn.Module, inputs: Any, like: Any) -> list[Tensor]:
-    """Call a model and return the parts of its output that `like` has, so states of a cache are omitted."""
+    """Call a model as a trace does and return the parts of its output that `like` has, without states of a cache."""
     # Some hosts change their weights when they run, so a copy runs.
     host = copy.deepcopy(model)
-    returned = host(**inputs) if isinstance(inputs, Mapping) else host(inputs)
+    with unrounded_products():
+        returned = host(**inputs) if isinstance(inputs, Mapping) else host(inputs)
     if isinstance(returned, Mapping) and isinstance(like, Mapping):
         returned = {name: returned.get(name) for name in like}
     return outputs(returned)

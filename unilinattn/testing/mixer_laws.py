@@ -54,7 +54,9 @@ def rows_are_slices(mixer: CoreMixer, limit: float) -> None:
     """Check `rows` against the matrix, with different rows for each sequence."""
     batch, heads, queries, keys = mixer.shape
     whole = mixer.materialize()
-    index = torch.stack([torch.tensor([0, queries - 1, (b + 1) % queries, queries // 2]) for b in range(batch)])
+    index = torch.stack(
+        [torch.tensor([0, queries - 1, (b + 1) % queries, queries // 2], device="cpu") for b in range(batch)]
+    )
     index = index.to(whole.device)
     expected = whole.gather(2, index[:, None, :, None].expand(batch, heads, -1, keys))
     require_close("rows", mixer.rows(index), expected, limit, "rows(index) against the matrix")
@@ -138,7 +140,7 @@ def gradients_are_finite(build: Callable[..., CoreMixer], factors: Mapping[str, 
     for name, operation in {
         "apply": lambda m: m.apply(_value(m, seed=12)),
         "adjoint": lambda m: m.adjoint(_grad(m, seed=13)),
-        "rows": lambda m: m.rows(torch.zeros(m.shape[0], 1, dtype=torch.long)),
+        "rows": lambda m: m.rows(torch.zeros(m.shape[0], 1, dtype=torch.long, device="cpu")),
         "materialize": lambda m: m.materialize(),
         "diagonal": lambda m: m.diagonal(),
     }.items():

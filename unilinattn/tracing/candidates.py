@@ -316,8 +316,8 @@ class _Search(Observer[_Call]):
         tokens = as_tokens(x, self._batch, axes.inputs)
         length = tokens.shape[1]
         generator = torch.Generator().manual_seed(0)
-        half = torch.randperm(length, generator=generator) < length // 2
-        noise = torch.randn(tokens.shape[1:], generator=generator).to(tokens)
+        half = torch.randperm(length, generator=generator, device="cpu") < length // 2
+        noise = torch.randn(tokens.shape[1:], generator=generator, device="cpu").to(tokens)
         size = tokens.float().square().mean().sqrt().to(tokens)
         moved = tokens + (size + 1e-3) * noise * half.to(tokens)[:, None]
         moved = in_shape(moved, x.shape, axes.inputs)

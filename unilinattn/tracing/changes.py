@@ -157,5 +157,5 @@ def elements(x: Float[Tensor, "*axes"]) -> tuple[Float[Tensor, " element"], Floa
 @lru_cache(maxsize=64)
 def _places(count: int) -> Int[Tensor, " element"]:
     if count <= SAMPLE:
-        return torch.arange(count)
-    return torch.randint(count, (SAMPLE,), generator=torch.Generator().manual_seed(0))
+        return torch.arange(count, device="cpu")
+    return torch.randint(count, (SAMPLE,), generator=torch.Generator().manual_seed(0), device="cpu")

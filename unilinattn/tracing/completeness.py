@@ -374,7 +374,7 @@ def _block_of(layer: CallRecord) -> str | None:
 def _half(shape: Shape) -> Bool[Tensor, "batch token"]:
     """Return a random half of the tokens of all sequences, so that mixing over the batch is seen too."""
     count = shape[0] * shape[1]
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(0), device="cpu")
     return (order < count // 2).reshape(shape)
 
 

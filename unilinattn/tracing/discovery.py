@@ -288,7 +288,7 @@ class _Search:
         # In a random half nearly every watched token has perturbed neighbours on both sides, near and far, so mixing of
         # any reach and direction shows.
         generator = torch.Generator().manual_seed(0)
-        half = torch.randperm(length, generator=generator) < length // 2
+        half = torch.randperm(length, generator=generator, device="cpu") < length // 2
         acquitted: set[str] = set()
         while sources := self._sources(length, (half, ~half)) - acquitted:
             holders = {path for path in sources if path in self._holders}

@@ -112,7 +112,7 @@ class ExplainedLogit:
             return 0
         if logits.ndim != 3 or callable(logit):
             return logits.numel()
-        chooses = KEEP in logits_at(model, self._arguments, lambda: [torch.tensor([0])], above=0)
+        chooses = KEEP in logits_at(model, self._arguments, lambda: [torch.tensor([0], device="cpu")], above=0)
         return logits.numel() // logits.shape[1] if chooses else logits.numel()
 
     def elements_at(self, targets: int) -> int:

@@ -130,7 +130,7 @@ def warn_of_recorded_leaks(arguments: Mapping[str, Any], layers: Sequence[Layer]
         for port, x in inputs.items():
             mask = _read_mask(arguments, layer, port)
             if mask is not None:
-                noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x)
+                noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(0), device="cpu").to(x)
                 inputs[port] = noise * ~mask.to(x.device)[..., None]
         if not any(bool(x.any()) for x in inputs.values()):
             continue

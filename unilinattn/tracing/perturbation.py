@@ -275,7 +275,7 @@ def noisy(t: Tensor, perturbed: Bool[Tensor, " token"] | Bool[Tensor, "batch tok
     size = wide.square().mean().sqrt()
     size = torch.where((size > 0) & size.isfinite(), size, torch.ones_like(size))
     generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(t.shape[1:], generator=generator).to(wide)
+    noise = torch.randn(t.shape[1:], generator=generator, device="cpu").to(wide)
     # (token,) becomes (token, 1) for a (batch, token, channel), and (batch, token) becomes (batch, token, 1).
     factor = perturbed.to(t.device).view(*perturbed.shape, *[1] * (t.ndim - 2))
     whole = (wide == wide.round()).flatten(0, -2).all(0)
@@ -299,7 +299,7 @@ def special_ids(model: nn.Module) -> Int[Tensor, " id"]:
         for name, value in vars(config).items():
             if name.endswith(("token_id", "token_index", "token_ids")):
                 special |= {v for v in (value if isinstance(value, list | tuple) else [value]) if isinstance(v, int)}
-    return torch.tensor(sorted(special), dtype=torch.long)
+    return torch.tensor(sorted(special), dtype=torch.long, device="cpu")
 
 
 def changed(before: Rows, after: Tensor, watched: Bool[Tensor, " token"]) -> bool:

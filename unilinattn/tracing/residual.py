@@ -177,7 +177,7 @@ def _possible(candidates: Iterator[Candidate], added: Tensor) -> Iterator[Candid
         factors = torch.linalg.lstsq(basis, totals, driver="gelsd").solution
         missed = (totals - basis @ factors).square().mean((1, 2)).sqrt()
         # The factors of a sum leave at most its rounding on each element, and those fitted here leave less of it.
-        bounds = torch.tensor([8 * 3 * _epsilon(total) for total, _, _ in batch])
+        bounds = torch.tensor([8 * 3 * _epsilon(total) for total, _, _ in batch], device="cpu")
         agrees = missed <= bounds * factors.abs().amax((1, 2)).clamp_min(1)
         # Many totals are the stream itself, of which the output is no part.
         needed = (factors[..., 0].abs() > NEGLIGIBLE) | (basis.abs().amax(1) < NEGLIGIBLE**0.5)
@@ -325,7 +325,7 @@ def _sample(tensor: Tensor, count: int) -> Num[Tensor, " element"]:
     if tensor.is_contiguous():
         return tensor.detach().flatten()[numbers]
     # A tensor whose memory has another order would be copied as a whole.
-    places = torch.unravel_index(torch.arange(tensor.numel())[numbers], tensor.shape)
+    places = torch.unravel_index(torch.arange(tensor.numel(), device="cpu")[numbers], tensor.shape)
     return tensor.detach()[tuple(place.to(tensor.device) for place in places)]
 
 

@@ -106,7 +106,7 @@ class _Run:
     def on(self, arguments: Mapping[str, Any], tokens: slice) -> Any:
         """Run the model on some tokens, write the layers' tensors, and return the model's output."""
         recorder, model = Recorder(self._model, locate=locate_in_stream), self._model
-        piece = logits_at(model, _cut(arguments, tokens), lambda: [torch.tensor([-1])], above=0)
+        piece = logits_at(model, _cut(arguments, tokens), lambda: [torch.tensor([-1], device="cpu")], above=0)
         self._calls = 0
         mixers = replaced_forwards(model, partial(self._carried, tokens))
         output = run(model, piece, mixers=mixers, observer=recorder.attached())

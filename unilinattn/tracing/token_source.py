@@ -331,7 +331,7 @@ def _perturbed(t: Tensor) -> Tensor:
         return torch.complex(_perturbed(t.real), _perturbed(t.imag))
     wide = t.to(torch.promote_types(t.dtype, torch.float32))
     size = wide.square().mean().sqrt()
-    noise = torch.randn(t.shape, generator=torch.Generator().manual_seed(0)).to(wide)
+    noise = torch.randn(t.shape, generator=torch.Generator().manual_seed(0), device="cpu").to(wide)
     # Vectors of zeros beside others are padding, from which a host may read its mask.
     real = (wide != 0).any(-1, keepdim=True) if t.ndim > 1 and bool(size > 0) else 1
     return (wide + torch.where(size > 0, size, torch.ones_like(size)) * noise * real).to(t.dtype)

@@ -126,7 +126,9 @@ class Trace:
         Raises `InputError` if a sequence has no such real token, and for a target of another type or size.
         """
         (batch, length), mask = self.token_shape, self.layers[-1].mask
-        return positions_of(target, torch.ones(batch, length, dtype=torch.bool) if mask is None else mask.cpu())
+        return positions_of(
+            target, torch.ones(batch, length, dtype=torch.bool, device="cpu") if mask is None else mask.cpu()
+        )
 
     @cached_property
     def explained_logit(self) -> ExplainedLogit:

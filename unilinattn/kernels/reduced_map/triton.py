@@ -59,7 +59,7 @@ def reduced_rows(
     taps: Taps | None = None,
     *,
     blocks: Iterable[slice],
-    precision: Precision = "ieee",
+    precision: Precision = "tf32x3",
 ) -> Iterator[tuple[slice, Float[Tensor, "batch row key"]]]:
     """Yield blocks of rows, in any order, of sum_h left_ih sum_lag alpha_h[i, j + lag] tap_lag[j + lag, h], in float32.
 
@@ -297,12 +297,12 @@ def _fade(
     row: int,
 ) -> Float[Tensor, "batch rowchunk colchunk inner"]:
     """Return the decay across the chunks between a column's and a row's, with log-decays summed over row chunks."""
-    current, table = across, []
-    chunk = torch.arange(first, first + across.shape[1], device=across.device)
-    for nth in range(own_total.shape[1]):
-        table.append(current)
-        current = current + own_total[:, nth : nth + 1].where((chunk < row + nth)[:, None], 0)
-    return torch.stack(table, dim=1).exp()
+    rows, chunks = own_total.shape[1], across.shape[1]
+    chunk = torch.arange(first, first + chunks, device=across.device)
+    crossed = chunk < torch.arange(row, row + rows - 1, device=across.device)[:, None]
+    # A row's decay is that of the row before, and across that row's chunk: one cumulative sum, not a launch for each.
+    steps = own_total[:, :-1, None].where(crossed[..., None], 0)
+    return torch.cat([across[:, None], steps], dim=1).cumsum(1).exp()
 
 
 def _whole(some_factors: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:

@@ -33,7 +33,7 @@ def row_product(
     *,
     sign: Sign = "keep",
     rows: int = ROWS,
-    precision: Precision = "ieee",
+    precision: Precision = "tf32x3",
 ) -> Float[Tensor, "batch length"]:
     """Return out_j = sum_i row_i sign(weight_i m_ij) for the map m of `reduced_rows`, in float32.
 

@@ -52,8 +52,8 @@ class Host:
         """Draw token ids, or pixels."""
         generator = torch.Generator().manual_seed(seed)
         if self.image is not None:
-            return torch.randn(self.batch, *self.image, generator=generator)
-        return torch.randint(VOCABULARY, (self.batch, self.length), generator=generator)
+            return torch.randn(self.batch, *self.image, generator=generator, device="cpu")
+        return torch.randint(VOCABULARY, (self.batch, self.length), generator=generator, device="cpu")
 
 
 def family(
@@ -182,7 +182,7 @@ def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            uniform = torch.rand(parameter.shape, generator=generator)
+            uniform = torch.rand(parameter.shape, generator=generator, device="cpu")
             rule = next((rule for pattern, rule in _RULES if re.search(pattern, name)), None)
             if rule is not None:
                 parameter.copy_(rule(parameter, uniform))
@@ -192,7 +192,7 @@ def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
             else:
                 looked_up = "embed" in name or name.endswith("kernel.C")
                 fan_in = 1 if looked_up else parameter.shape[1:].numel()
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) / fan_in**0.5)
+                parameter.copy_(torch.randn(parameter.shape, generator=generator, device="cpu") / fan_in**0.5)
     return model
 
 
