@@ -39,6 +39,24 @@ def test_after_success(name: str) -> None:
         assert torch.equal(one.operator.apply(one.input), two.operator.apply(two.input))
 
 
+class Remembering(nn.Module):
+    """A mean of earlier tokens, recorded without an adapter, that keeps its weights for later calls."""
+
+    weights: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.weights is None or self.weights.shape[0] < x.shape[1]:
+            self.weights = torch.ones(x.shape[1], x.shape[1]).tril() / torch.arange(1, x.shape[1] + 1)[:, None]
+        return self.weights[: x.shape[1], : x.shape[1]] @ x
+
+
+def test_recording_a_module_leaves_no_table_in_it() -> None:
+    model = Model(Block(added, Remembering()))
+    with left_as_found(model):
+        (layer,) = trace(model, ids()).layers
+    assert layer.architecture == "recorded" and model.blocks[0].mixer.weights is None
+
+
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("run", ["trace", "gradient"])

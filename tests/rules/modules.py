@@ -93,6 +93,21 @@ class GroupedQueries(Projected):
         return functional.scaled_dot_product_attention(self.norm(q), k, v, is_causal=True).transpose(1, 2).flatten(2)
 
 
+class ActivatedValues(HeadsInTheBatch):
+    """Attention over activated values, then a norm with a bias by hand, and an activated gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, WIDTH)
+        self.scale, self.shift = nn.Parameter(torch.randn(WIDTH)), nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        mixed = self.mix(q, k, functional.silu(v))
+        normed = mixed / mixed.square().mean(-1, keepdim=True).sqrt() * self.scale + self.shift
+        return self.out(normed * functional.silu(self.gate(x)))
+
+
 class LinearAttention(Projected):
     """Attention without a softmax, in linear time: keys and values are summed first."""
 
@@ -355,6 +370,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "heads in the batch": (HeadsInTheBatch, TOKENS),
     "angles": (Angles, TOKENS),
     "grouped queries, gate, residual": (GroupedQueries, TOKENS),
+    "activated values, biased norm, gate": (ActivatedValues, TOKENS),
     "linear attention": (LinearAttention, TOKENS),
     "difference of softmaxes": (Difference, TOKENS),
     "shifted windows": (Windows, GRID),
@@ -382,5 +398,8 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 """Constructors by name, with the shape of an input."""
 
-ATTENTION = ("multi-head attention", "multi-head attention, tokens first", "heads in the batch", "shifted windows")
+ATTENTION = (
+    *("multi-head attention", "multi-head attention, tokens first", "heads in the batch", "shifted windows"),
+    "activated values, biased norm, gate",
+)
 """Modules whose core is a softmax, so that its rows add up to one."""

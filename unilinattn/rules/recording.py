@@ -227,11 +227,10 @@ class Recording(TorchFunctionMode):
         named, resolved = nodes
         carried = function.arguments(func, named, resolved).get(function.carried)
         kind: Kind = carried.kind if isinstance(carried, Node) else "factor"
-        rank = carried.rank if isinstance(carried, Node) else 0
         for item, tensor in enumerate(tensors(result)):
             # Other results, such as states, are not linear in the carried argument.
             item_kind: Kind = kind if item == 0 else "factor"
-            self._enter(Node(func.__name__, func, named, resolved, tensor, item_kind, rank, item, refusal=refusal))
+            self._enter(Node(func.__name__, func, named, resolved, tensor, item_kind, 0, item, refusal=refusal))
         return result
 
     def _resolve(self, tensor: Tensor) -> Any:
@@ -286,6 +285,9 @@ def _rank(name: str, nodes: list[Node], args: tuple[Any, ...]) -> int:
     is_elementwise = name in ("mul", "multiply")
     if not is_elementwise and name not in PRODUCTS:
         return rank
+    if name == "scaled_dot_product_attention" or (not is_elementwise and len(ranks) < len(nodes)):
+        # A sum over tokens with weights that depend on them activates none of its values.
+        return 0
     if len(nodes) == 1:
         # A first state of zeros stays zero.
         return 0 if any(isinstance(x, Tensor) and is_zero(x) for x in _entries(args)) else rank

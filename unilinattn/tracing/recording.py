@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from unilinattn.host.inputs import call_host, last_real, real_tokens
+from unilinattn.host.isolation import isolated
 from unilinattn.host.logits import logits_at
 from unilinattn.host.module_calls import require_covered_calls
 from unilinattn.host.recorder import Recorder
@@ -39,7 +40,8 @@ def covered_run(
             seed = torch.get_rng_state()
             recorder, output = _recorded(model, arguments, mixers, progress=progress, above=above)
     refuse(model, recorder.layers, (), arguments, strict=strict)
-    require_covered_calls(recorder.layers, strict=strict)
+    # A check may run a module again, which may keep tables of positions.
+    isolated(model, lambda: require_covered_calls(recorder.layers, strict=strict))
     return recorder, output, seed
 
 
