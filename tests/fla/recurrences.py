@@ -48,10 +48,10 @@ def featured(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rotate(rotary: nn.Module, x: Tensor) -> Tensor:
-    """Rotate each pair (n, n + half) by position times base^(-2n / dim), from the host's float32 table."""
+    """Rotate each pair (n, n + half) by position times base^(-2n / dim)."""
     half = rotary.dim // 2
-    speed = 1 / rotary.base ** (torch.arange(0, rotary.dim, 2).float() / rotary.dim)
-    angle = torch.outer(torch.arange(len(x)).float(), speed)
+    speed = 1 / rotary.base ** (torch.arange(0, rotary.dim, 2).double() / rotary.dim)
+    angle = torch.outer(torch.arange(len(x)).double(), speed)
     turn = torch.complex(angle.cos().double(), angle.sin().double())[:, None]
     turned = torch.complex(x[..., :half], x[..., half:]) * turn
     return torch.cat([turned.real, turned.imag], dim=-1)
@@ -91,9 +91,9 @@ def gla(module: nn.Module, deciding: Tensor, carried: Tensor) -> Tensor:
 
 
 def retnet(module: nn.Module, deciding: Tensor, carried: Tensor) -> Tensor:
-    """Sun et al., 2023, with the host's float32 decays."""
+    """Sun et al., 2023."""
     query, key = featured(module, deciding)
-    decay = torch.log(1 - 2.0 ** (-5 - torch.arange(module.num_heads).float())).double()
+    decay = torch.log(1 - 2.0 ** (-5 - torch.arange(module.num_heads).double()))
     decay = decay[None, :, None].expand(len(query), -1, 1)
     values = shared_values(module, deciding, carried)
     return normed_by_head(module, deciding, *(gated_memory(query, key, decay, v) for v in values))

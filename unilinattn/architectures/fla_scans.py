@@ -97,8 +97,8 @@ def simple_gla(
 def retention(q: Tensor, k: Tensor, scale: float | None = None, reverse: bool = False) -> ScalarDecay:
     """Retention: the decays 1 - 2^(-5 - h) are the same for every token (Sun et al., 2023)."""
     forward_only(reverse)
-    # The package computes them in float32 for every dtype.
-    exponent = torch.arange(q.shape[2], device=q.device, dtype=torch.float32)
+    # The package computes them in float32 for tensors in bfloat16.
+    exponent = torch.arange(q.shape[2], device=q.device, dtype=torch.promote_types(q.dtype, torch.float32))
     decay = (1 - 2.0 ** (-5.0 - exponent)).log().to(q).expand(q.shape[:3])
     return ScalarDecay(scaled(q, scale), k, decay)
 
