@@ -12,6 +12,7 @@ from tests.hosts import named
 from tests.tracing.models import WIDTH, Block, Model, added, ids
 from unilinattn.errors import UncoveredError
 from unilinattn.testing import relative_error
+from unilinattn.testing.hosts import randomize
 
 
 @cache
@@ -78,13 +79,48 @@ def test_a_gate_of_the_mixed_tokens_is_refused(activation: str) -> None:
         layer.core_pullback()(layer.output)
 
 
+class Normed(nn.Module):
+    """Attention whose output is normed: all of its channels, those of each head, or after a residual."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.norm, self.outer = nn.Linear(WIDTH, 3 * WIDTH), norm, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.after(functional.scaled_dot_product_attention(*self.inner(x).chunk(3, -1), is_causal=True), x)
+
+    def after(self, mixed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        size = self.norm.normalized_shape[0]
+        if size < WIDTH:
+            return self.outer(self.norm(mixed.unflatten(-1, (-1, size))).flatten(-2))
+        return self.norm(self.outer(mixed) + x) if isinstance(self.norm, nn.LayerNorm) else self.outer(self.norm(mixed))
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm(WIDTH), nn.RMSNorm(WIDTH, eps=1e-3), nn.RMSNorm(WIDTH // 2, eps=0.1)])
+def test_a_gradient_passes_a_norm_behind_a_recorded_core(norm: nn.Module) -> None:
+    (layer,) = ula.trace(Model(Block(added, randomize(Normed(norm)))).double().eval(), ids(), progress=False).layers
+    grad, module, x = draw(layer.output), layer.module, layer.input
+    values = module.inner(x).chunk(3, -1)
+    mixed = functional.scaled_dot_product_attention(*values, is_causal=True).detach().requires_grad_()
+    (expected,) = torch.autograd.grad(module.after(mixed, x), mixed, grad)
+    assert layer.architecture == "recorded" and relative_error(layer.core_pullback()(grad)[0], expected) < 1e-12
+
+
+class NormedByHand(Gated):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mixed = functional.scaled_dot_product_attention(*self.inner(x).chunk(3, -1), is_causal=True)
+        return self.outer(mixed / mixed.norm(dim=-1, keepdim=True))
+
+
 @pytest.mark.parametrize("method", ["attention_grad", "transformer_attribution"])
-def test_a_norm_behind_a_recorded_core_is_refused(method: str) -> None:
-    with pytest.raises(UncoveredError, match=r"is recorded, and what follows its core \((norm|sum)\) is a constant"):
-        ula.explain(traced("deberta v2"), method=method, target=-1)
+def test_a_norm_by_hand_behind_a_recorded_core_is_refused(method: str) -> None:
+    model = Model(Block(added, NormedByHand(of_mixed=False))).double().eval()
+    with pytest.raises(UncoveredError, match=r"is recorded, and what follows its core \(gate\) is a constant"):
+        ula.explain(model, ids(), method=method, target=-1)
 
 
+@pytest.mark.parametrize("name", ["gpt-j", "deberta v2"])
 @pytest.mark.parametrize("method", ["attention_grad", "transformer_attribution", "attribution"])
-def test_methods_by_gradients_run_on_recorded_layers(method: str) -> None:
-    scores = ula.explain(traced("gpt-j"), method=method, target=-1).scores
+def test_methods_by_gradients_run_on_recorded_layers(method: str, name: str) -> None:
+    scores = ula.explain(traced(name), method=method, target=-1).scores
     assert bool(scores.isfinite().all()) and bool(scores.any())

@@ -135,11 +135,16 @@ class Compilation:
         images = ((port, run_adjoint(chain, unit).abs().sum(2).nonzero()) for port, chain in carried.chains.items())
         return frozenset((port, *token) for port, image in images for token in image.tolist())
 
-    def scaled(self, carried: Carried, factor: Any, role: str, *, of_value: bool = True) -> Carried:
-        """Multiply a carried tensor by a frozen factor, which may depend on it, broadcast to its shape."""
+    def scaled(
+        self, carried: Carried, factor: Any, role: str, *, of_value: bool = True, norm_of: int | None = None
+    ) -> Carried:
+        """Multiply a carried tensor by a frozen factor, which may depend on it, broadcast to its shape.
+
+        `of_value` and `norm_of` are those of `Scale`.
+        """
         factor = torch.as_tensor(self.number(factor), dtype=self.like.dtype, device=self.like.device)
         carried = _broadcast(carried, factor)
-        return carried.same_elements(Scale(role, carried.layout.factor(factor), of_value=of_value))
+        return carried.same_elements(Scale(role, carried.layout.factor(factor), None, of_value, norm_of))
 
     def shifted(self, carried: Carried, constant: Any) -> Carried:
         """Add a constant that is broadcast to a carried tensor's shape.

@@ -1,5 +1,6 @@
 """Rules of norms: centred live, divided by a frozen size."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,7 +29,7 @@ def layer_norm(
     carried, point, dims = run.value(x), x.value.detach(), tuple(range(-len(normalized_shape), 0))
     carried = _centred(_over_channels(carried, dims, run.like), dims)
     scale = torch.rsqrt(point.var(dims, keepdim=True, unbiased=False) + eps)
-    return _affine(run, run.scaled(carried, scale, "norm"), weight, bias)
+    return _affine(run, run.scaled(carried, scale, "norm", norm_of=math.prod(normalized_shape)), weight, bias)
 
 
 @rule("rms_norm")
@@ -44,7 +45,7 @@ def rms_norm(
     point, dims = x.value.detach(), tuple(range(-len(normalized_shape), 0))
     eps = torch.finfo(point.dtype).eps if eps is None else eps
     scale = torch.rsqrt(point.pow(2).mean(dims, keepdim=True) + eps)
-    return _affine(run, run.scaled(run.value(x), scale, "norm"), weight, None)
+    return _affine(run, run.scaled(run.value(x), scale, "norm", norm_of=math.prod(normalized_shape)), weight, None)
 
 
 @rule("group_norm")
@@ -102,7 +103,7 @@ def normalize(
 
 
 def _affine(run: Compilation, carried: Carried, weight: Any, bias: Any) -> Carried:
-    carried = carried if weight is None else run.scaled(carried, weight, "norm")
+    carried = carried if weight is None else run.scaled(carried, weight, "norm", of_value=False)
     return carried if bias is None else run.shifted(carried, bias)
 
 

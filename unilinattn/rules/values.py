@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
+from unilinattn.call.functions import meaning_of
 from unilinattn.rules.contraction import Letters, equation_letters, matmul_letters
+from unilinattn.rules.mixing_functions import MixingFunction
 from unilinattn.rules.recording import Node
 
 PRODUCTS = ("matmul", "rmatmul", "bmm", "baddbmm", "einsum", "scaled_dot_product_attention")
@@ -96,7 +98,7 @@ def depends_on_mixed(factor: Node, value: Node) -> bool:
     True if this is unknown, as for a value that comes from several tensors behind such a sum.
     """
     node = value
-    while not (node.name in PRODUCTS and len(_read(node)) > 1):
+    while not (isinstance(meaning_of(node.func), MixingFunction) or (node.name in PRODUCTS and len(_read(node)) > 1)):
         behind = [other for other in _read(node) if other.kind == "carried"]
         if len(behind) != 1:
             return True

@@ -274,9 +274,8 @@ class Layer:
         projection = last_projection(self.operator)
         if projection is not None:
             return lambda grad: projection.adjoint(grad.to(self.output))
-        chain = self.operator.chains[self.operator.ports[0]]
         if self._is_recorded:
-            return lambda grad: to_projection(chain, grad.to(self.output), self.name)
+            return lambda grad: to_projection(self.operator, grad.to(self.output))
 
         def run() -> tuple[Tensor | None, Tensor]:
             flow = self.flow(self.input.detach().requires_grad_())
@@ -299,9 +298,10 @@ class Layer:
         The derivative is that of the layer itself, norms and gates that read a core's output included, in the order of
         the operator's cores. Raises `UncoveredError` for a recorded layer with such norms or gates.
         """
-        chain = self.operator.chains[self.operator.ports[0]]
+        # Whether the layer is recorded is known when its operator is built.
+        op = self.operator
         if self._is_recorded:
-            return lambda grad: to_cores(chain, grad.to(self.output), self.name)
+            return lambda grad: to_cores(op, grad.to(self.output))
 
         def run() -> tuple[list[Tensor], Tensor]:
             with evaluated_by(_from_cores), constant_parameters(self.module):
