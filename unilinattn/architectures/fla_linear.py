@@ -1,7 +1,7 @@
-"""Linear attention of flash-linear-attention: GLA, RetNet, plain, HGRN, HGRN2, gated slots and LightNet."""
+"""Linear attention of flash-linear-attention whose gates relevance passes: GLA, RetNet, HGRN and gated slots."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from unilinattn.architectures.fla_parts import (
@@ -23,7 +23,7 @@ from unilinattn.architectures.fla_parts import (
 )
 from unilinattn.call import Call
 from unilinattn.mixers import CoreMixer, DiagonalDecay, ScalarDecay
-from unilinattn.operator.flow import Flow, silu
+from unilinattn.operator.flow import Flow
 from unilinattn.registry import register_architecture
 
 
@@ -64,34 +64,6 @@ def retnet(call: Call) -> Flow:
     return _closed(call, ScalarDecay(query * host.head_k_dim**-0.5, key, decay), x, mask)
 
 
-@register_architecture(
-    "fla.layers.linear_attn.LinearAttention", name="fla_linear_attention", kind="linear attention", extra_outputs=2
-)
-def linear_attention(call: Call) -> Flow:
-    """Linear attention of flash-linear-attention, without decay, with its feature maps and normalisers.
-
-    Katharopoulos, Vyas, Pappas and Fleuret, ICML 2020. A normaliser, the sum of a query's weights, is frozen.
-    """
-    host, mask = call.host, unpadded(call)
-    x = masked(call.input, mask)
-    query, key = (
-        elementwise(call, function)(heads(linear(call, Flow(x), name).value, host.head_k_dim))
-        for name, function in (("q", host.feature_map_q), ("k", host.feature_map_k))
-    )
-    # Feature maps do not map 0 to 0, so padded keys are masked again.
-    key = masked(key, None if mask is None else mask.unsqueeze(-1))
-    query = query / (query.sum(-1, keepdim=True) + 1e-4) if host.norm_q else query
-    key = key / (key.sum(-1, keepdim=True) + 1e-4) if host.norm_k else key
-    query, key = query * query.shape[-1] ** -0.5, key.repeat_interleave(host.num_kv_groups, dim=2)
-    if host.do_feature_map_norm:
-        query = query / ((query * key.cumsum(1)).sum(-1, keepdim=True) + 1e-10)
-    flow = linear(call, Flow(call.input).scale(mask, role="input"), "v", rows=_repeated(call))
-    flow.core(ScalarDecay(query, key, torch.zeros_like(query[..., 0])))
-    if not isinstance(host.norm, nn.Identity):
-        head_norm(call, flow, host.norm)
-    return output(call, flow, mask)
-
-
 @register_architecture("fla.layers.hgrn.HGRNAttention", name="fla_hgrn", kind="HGRN", extra_outputs=2)
 def hgrn(call: Call) -> Flow:
     """Hierarchically gated recurrence of flash-linear-attention: each channel decays by f and adds 1 - f of its input.
@@ -108,22 +80,6 @@ def hgrn(call: Call) -> Flow:
     convolved(call, flow, "i").activation("silu").scale(mask, role="act").core(core)
     gated_norm(call, flow, host.g_norm, compute(call, host.g_proj, call.input))
     return output(call, flow, None)
-
-
-@register_architecture("fla.layers.hgrn2.HGRN2Attention", name="fla_hgrn2", kind="HGRN2", extra_outputs=2)
-def hgrn2(call: Call) -> Flow:
-    """HGRN2 of flash-linear-attention: gated linear attention with the key 1 - f for the decay f.
-
-    Qin et al., COLM 2024. One norm runs over all heads, with the kernel's default epsilon.
-    """
-    host, mask = call.host, unpadded(call)
-    x = masked(call.input, mask)
-    query = functional.silu(project(call, Flow(x), "q").value)
-    decay = _forget(call, project(call, Flow(x), "f").value)
-    query, key, decay = (heads(side, host.head_f_dim) for side in (query, 1 - decay.exp(), decay))
-    flow = project(call, Flow(call.input).scale(mask, role="input"), "i", mask)
-    flow.core(DiagonalDecay(query * host.head_f_dim**-0.5, key, decay))
-    return output(call, flow.rms_norm(call.tensor(host.g_norm.weight), 1e-5), mask)
 
 
 @register_architecture(
@@ -148,30 +104,6 @@ def gsa(call: Call) -> Flow:
     read = torch.softmax(scores.reshape_as(slots), dim=-1)
     flow = _carried(call, mask).activation("silu").core(DiagonalDecay(read, slots, decay)).activation("silu")
     return output(call, flow.rms_norm(call.tensor(host.g_norm.weight), 1e-5), mask)
-
-
-@register_architecture("fla.layers.lightnet.LightNetAttention", name="fla_lightnet", kind="LightNet", extra_outputs=2)
-def lightnet(call: Call) -> Flow:
-    """LightNet of flash-linear-attention: keys are a running softmax over time, one per coordinate.
-
-    Qin et al., 2024: k_j = exp(x_j - z_j) and log-decays z_{j-1} - z_j, with z_j = log sum_{i <= j} exp(x_i).
-    """
-    host, mask = call.host, unpadded(call)
-    x = masked(call.input, mask)
-    query, logits = (heads(project(call, Flow(x), name).value, host.head_f_dim) for name in "qk")
-    seen = torch.ones_like(logits, dtype=torch.bool)
-    if mask is not None:
-        logits = logits.masked_fill(mask.unsqueeze(-1) == 0, torch.finfo(logits.dtype).min)
-        seen = mask.unsqueeze(-1).cumsum(1).expand_as(logits) > 0
-    # Before the first real token the sum is empty, and there is no memory to decay.
-    total = logits.logcumsumexp(1).masked_fill(~seen, 0)
-    key = (logits - total).exp()
-    fading = (total[:, :-1] - total[:, 1:]).masked_fill(~seen[:, :-1], 0)
-    decay = torch.cat([torch.zeros_like(total[:, :1]), fading], dim=1)
-    core = DiagonalDecay(functional.silu(query) * host.head_f_dim**-0.5, key, decay)
-    flow = project(call, Flow(call.input).scale(mask, role="input"), "v", mask).core(core)
-    flow.rms_norm(call.tensor(host.g_norm.weight), 1e-6).gate(silu(compute(call, host.g_proj, x)))
-    return output(call, flow, mask)
 
 
 def _feature(call: Call, x: Tensor) -> Tensor:

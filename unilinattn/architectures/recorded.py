@@ -79,7 +79,7 @@ def _check(call: Call) -> None:
 
 @register_architecture(name="recorded", kind="recorded", needs_capture=True, check=_check)
 def recorded(call: Call) -> Flow:
-    """Any module without an adapter, from the functions of torch that it calls: its sums over tokens are the core.
+    """Any module, from the functions that it calls: its sums over tokens are the core.
 
     The module runs once more, and its functions are recorded. From its output back, each one becomes a stage: a linear
     layer a matrix, a sum over tokens with frozen weights a token mixer, whatever made the weights, an activation or a
