@@ -89,8 +89,10 @@ def test_the_default_without_logits_is_alti_composed_over_layers(target: int | N
     assert repr(estimate(host_trace, target=target)) == repr(
         estimate(host_trace, target=target, method="alti", compose="rollout")
     )
-    # `logit=` with a scalar of the output selects the method `logit`.
+    # `logit=` selects the method `logit`, which needs a scalar of this output.
     assert explain(host_trace, logit=lambda out: out.last_hidden_state[:, -1].sum(-1)).method == "logit"
+    with pytest.raises(InputError, match=r"returns no logits; give `logit` as a function of its output"):
+        explain(host_trace, logit=3)
 
 
 def scaled_stream() -> Trace:

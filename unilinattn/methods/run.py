@@ -268,7 +268,7 @@ def chosen_method(name: str | None, options: dict[str, Any], traced: Trace) -> t
     """Return the named method and `options`; without a name the model's default method and its options."""
     if name is not None:
         return registered(name), options
-    if has_logits(traced.output) or callable(options.get("logit")):
+    if has_logits(traced.output) or options.get("logit") is not None:
         return registered("logit"), options
     return registered(COMPOSED.name), {**COMPOSED.keywords, **options}
 

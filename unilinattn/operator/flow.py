@@ -179,12 +179,6 @@ class Flow:
         self._divide_by_rms(eps, groups)
         return self.scale(None if weight is None else weight[None, None], bias, role="norm")
 
-    def residual(self, x: Tensor) -> "Flow":
-        """Add the layer's input `x` to the current value, as a branch around all stages so far."""
-        before = self.deferred()
-        self._stages[self.port] = [Branch("output", (self.chain, ()))]
-        return self._continue(lambda: before() + x)
-
     def _divide_by_rms(self, eps: float, groups: int) -> None:
         before = self.deferred()
         self.scale(lambda: torch.rsqrt(before().unflatten(2, (groups, -1)).pow(2).mean(-1) + eps), role="norm")
