@@ -148,8 +148,7 @@ def test_operators_equal_the_recurrence_of_the_paper_in_float64(host: Host) -> N
 
 @pytest.mark.parametrize(
     "host",
-    # Of one token the search sees no mixing beside layers that have an adapter, such as RWKV-6's channel mixing.
-    [host for host in HOSTS if host.architecture not in BY_CODE and host.name != "rwkv6, one token"],
+    [host for host in HOSTS if host.architecture not in BY_CODE],
     ids=lambda host: host.name,
 )
 def test_recorded_operators_equal_those_of_the_adapters(host: Host) -> None:

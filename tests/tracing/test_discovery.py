@@ -50,6 +50,12 @@ def test_an_unregistered_mixer_is_recorded(name: str) -> None:
     assert ula.explain(trace).completeness_gap < 1e-6
 
 
+@pytest.mark.parametrize("name", ["SDPA", "CumMean", "Fourier"])
+def test_a_function_that_mixes_is_a_layer_of_one_token_too(name: str) -> None:
+    layers = ula.trace(hybrid(INVENTED[name][0]()), IDS[:, :1]).layers
+    assert [layer.architecture for layer in layers] == ["mamba", "recorded", "mamba"]
+
+
 @pytest.mark.parametrize("name", NONLINEAR)
 def test_a_nonlinear_recurrence_is_refused_for_its_reason(name: str) -> None:
     message = refusal(hybrid(INVENTED[name][0]()))
