@@ -114,6 +114,35 @@ def test_a_module_that_calls_a_registered_function_is_a_layer(package: types.Mod
     assert package.faded is model.layer.scan and meaning_of(package.faded) is None
 
 
+class GatedOutput(Layer):
+    """The scan of activated values, shifted by a constant as by the bias of a norm, with an activated gate."""
+
+    def __init__(self, scan: Callable[..., Tensor], shift: float) -> None:
+        super().__init__(scan)
+        self.gate, self.shift = nn.Linear(8, 8), shift
+
+    def forward(self, x: Tensor) -> Tensor:
+        decay = nn.functional.logsigmoid(self.fade(x))
+        values = nn.functional.silu(self.into(x)).unflatten(2, (2, -1))
+        return self.out((self.scan(values, decay).flatten(2) + self.shift) * nn.functional.silu(self.gate(x)))
+
+
+@pytest.mark.parametrize(("shift", "length"), [(1.0, 6), (0.0, 1)])
+def test_the_output_of_a_scan_is_the_value_of_its_gate(package: types.ModuleType, shift: float, length: int) -> None:
+    register()
+    model = Model(package.faded)
+    model.layer = GatedOutput(package.faded, shift)
+    (layer,) = ula.trace(model.double().eval(), torch.arange(length)[None], progress=False).layers
+    assert layer.reconstruction_error() < LIMIT
+    # The gate is a constant: the map of the values does not change with it.
+    x = draw(1, length, 8)
+    values = nn.functional.silu(layer.module.into(layer.input)) / layer.module.into(layer.input)
+    carried = (x @ layer.module.into.weight.T * values).unflatten(2, (2, -1))
+    read = memory(carried, nn.functional.logsigmoid(layer.module.fade(layer.input)), None).flatten(2)
+    expected = (read * nn.functional.silu(layer.module.gate(layer.input))) @ layer.module.out.weight.T
+    assert relative_error(layer.operator.apply(x, bias=False), expected.detach()) < LIMIT
+
+
 def test_a_function_that_is_not_registered_is_refused(package: types.ModuleType) -> None:
     with pytest.raises(ula.UnilinattnError):
         ula.trace(Model(package.faded).eval(), torch.arange(6)[None], progress=False)

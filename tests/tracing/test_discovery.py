@@ -50,9 +50,10 @@ def test_an_unregistered_mixer_is_recorded(name: str) -> None:
     assert ula.explain(trace).completeness_gap < 1e-6
 
 
-@pytest.mark.parametrize("name", ["SDPA", "CumMean", "Fourier"])
-def test_a_function_that_mixes_is_a_layer_of_one_token_too(name: str) -> None:
-    layers = ula.trace(hybrid(INVENTED[name][0]()), IDS[:, :1]).layers
+@pytest.mark.parametrize("length", [1, 2, 4])
+@pytest.mark.parametrize("name", ["SDPA", "TwoTime", "LRU", "TokenShift", "FirstTokenAdded"])
+def test_no_layer_is_missed_for_few_tokens(name: str, length: int) -> None:
+    layers = ula.trace(hybrid(INVENTED[name][0]()), IDS[:, :length]).layers
     assert [layer.architecture for layer in layers] == ["mamba", "recorded", "mamba"]
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from unilinattn.call.functions import meaning_of
 from unilinattn.errors import UncoveredError
-from unilinattn.operator.stages import Branch, Chain, Mix, Scale, run_adjoint, walk
+from unilinattn.operator.stages import Branch, Chain, Scale, run_adjoint
 from unilinattn.rules.functions import RECURRENT
 from unilinattn.rules.layout import Carried, whole
 from unilinattn.rules.mixing_functions import MixingFunction
@@ -116,12 +116,7 @@ class Compilation:
 
     def operand(self, node: Node, summed: tuple[int, ...] = ()) -> Operand:
         """Return a carried tensor as an operand of a product that sums over some of its axes."""
-        return Operand(node.rank, node.value.shape, summed, partial(self._tokens, node), partial(self._is_mixed, node))
-
-    def _is_mixed(self, node: Node) -> bool:
-        """Tell whether a core mixer is among the stages of a carried tensor."""
-        stages = (stage for chain in self.value(node).chains.values() for stage in walk(chain))
-        return any(isinstance(stage, Mix) and stage.role == "core" for stage in stages)
+        return Operand(node.rank, node.value.shape, summed, partial(self._tokens, node))
 
     def _tokens(self, node: Node, element: int) -> frozenset[Token]:
         """Return the tokens that an element of a carried tensor comes from.

@@ -168,9 +168,11 @@ class _LayerFreezing(Freezing):
         rank = max((self.rank(tensor) for tensor in operands), default=0)
         result = super()._apply(name, func, args, kwargs)
         if name in PRODUCTS:
-            live = [tensor for tensor in operands if tensor.requires_grad]
-            is_nothing = any(is_zero(tensor) for tensor in operands if not tensor.requires_grad)
-            rank = min(rank, 1) if len(live) > 1 else 0 if is_nothing else rank
+            constant = [tensor for tensor in operands if not tensor.requires_grad]
+            # A sum over tokens with weights that depend on them activates none of its values.
+            is_sum = name == "scaled_dot_product_attention"
+            is_sum = is_sum or any(tensor in self._factors or is_zero(tensor) for tensor in constant)
+            rank = 0 if is_sum else rank if len(operands) == len(constant) + 1 else min(rank, 1)
         return self._ranked(result, rank) if name in PRODUCTS or name in AFFINE or name in FORMS else result
 
     def _bilinear(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

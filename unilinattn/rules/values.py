@@ -30,14 +30,12 @@ class Operand:
         shape: its shape.
         summed: the axes over which the product sums.
         tokens: returns the tokens that an element, numbered in the flattened operand, comes from.
-        is_mixed: tells whether it comes from a core mixer, which the number of tokens does not tell if there is one.
     """
 
     rank: int
     shape: torch.Size
     summed: tuple[int, ...]
     tokens: Callable[[int], frozenset[Token]]
-    is_mixed: Callable[[], bool] = lambda: False
 
     @property
     def reach(self) -> int:
@@ -64,13 +62,12 @@ def values(operands: Sequence[Operand]) -> list[int]:
 
     An activation with f(0) != 0, such as a sigmoid, is a gate. Where the product sums over tokens, as that of attention
     weights with values does, the least activated operand is the value. Elsewhere, as in the product of a gate with the
-    output of a scan, it is the one that comes from most tokens, then one that comes from a core mixer (of a single
-    token), then the least activated one. Of a sum over channels, as that of queries with a state, activations say
-    nothing.
+    output of a scan, it is the one that comes from most tokens, then the least activated one. Of a sum over channels,
+    as that of queries with a state, activations say nothing.
     """
     numbers = [n for n, operand in enumerate(operands) if operand.rank < 2] or list(range(len(operands)))
     if len(numbers) > 1 and not any(operands[n].is_summed_over_tokens for n in numbers):
-        reach = {n: (operands[n].reach, operands[n].is_mixed()) for n in numbers}
+        reach = {n: operands[n].reach for n in numbers}
         numbers = [n for n in numbers if reach[n] == max(reach.values())]
         if any(operand.summed for operand in operands):
             return numbers

@@ -101,9 +101,7 @@ def mixing_modules(model: nn.Module, arguments: Mapping[str, Any], layers: Seque
     search = _Search(model, constants)
     run(model, arguments, mixers=search.constant_layers(), observer=search.attached(), seed=torch.get_rng_state())
     paths = search.layer_paths()
-    # Of a single token no module moves others.
-    is_single = all(layer.output is not None and layer.output.shape[1:-1].numel() == 1 for layer in layers)
-    return paths if paths or not is_single else dict.fromkeys(search.weak(), True)
+    return paths if paths or layers else dict.fromkeys(search.weak(), True)
 
 
 class _Search(Observer[_Call]):

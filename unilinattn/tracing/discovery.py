@@ -60,6 +60,9 @@ class UnregisteredMixer:
     leak: Leak | None = None
 
 
+FEWEST = 8
+"""Fewest tokens of a search: one that reads another is in the other random half of so many, but of fewer by chance."""
+
 Shapes = Mapping[str, tuple[int, ...]]
 """Shapes of a call's tensors, by argument."""
 
@@ -96,13 +99,18 @@ def unregistered_mixers(
 ) -> tuple[UnregisteredMixer, ...]:
     """Return the modules outside of the recorded layers that move information between tokens, and remember them.
 
-    `layers` are the recorded calls of a run on `arguments`. Inputs of more than `above` tokens are cut to
-    their first `PREFIX` tokens. The model and the random number generators are restored. The
-    docstring of this file gives the cost.
+    `layers` are the recorded calls of a run on `arguments`. Inputs of more than `above` tokens are cut to their first
+    `PREFIX` tokens; the tokens of fewer than `FEWEST`, among which not all that mixes is seen, are repeated. The model
+    and the random number generators are restored. The docstring of this file gives the cost.
     """
     examined = _shortened(arguments, above)
     mixers: tuple[UnregisteredMixer, ...] | None = None
-    if is_low(model, examined):
+    if 0 < _length(arguments) < FEWEST:
+        # Other arguments, such as a mask of pairs, may fit these tokens only.
+        with suppress(Exception):
+            repeated = _repeated(arguments)
+            mixers, examined = _found_mixers(model, repeated, arguments, layers), repeated
+    if mixers is None and is_low(model, examined):
         # A kernel, or a function of another package, may accept no other dtype than the model's.
         with suppress(Exception), widened():
             mixers = _found_mixers(model, examined, arguments, layers)
@@ -345,13 +353,7 @@ def _shapes(arguments: Mapping[str, Any]) -> Shapes:
 
 def _shortened(arguments: Mapping[str, Any], above: int) -> Mapping[str, Any]:
     """Return the arguments, cut to the first `PREFIX` tokens if there are more than `above`."""
-    # Numbers without channels are no tokens but a signal, of which a stem makes fewer tokens.
-    sequences = [
-        x.shape[1]
-        for x in arguments.values()
-        if isinstance(x, Tensor) and (x.ndim == 3 or (x.ndim == 2 and not x.is_floating_point()))
-    ]
-    length = max(sequences, default=0)
+    length = _length(arguments)
     if length <= above:
         return arguments
     cut = {}
@@ -360,3 +362,20 @@ def _shortened(arguments: Mapping[str, Any], above: int) -> Mapping[str, Any]:
         cut[name] = value[:, : substitution.PREFIX] if along else value
     cut.pop(KEEP, None)
     return cut
+
+
+def _repeated(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the arguments with each of the tokens several times, `FEWEST` or more together."""
+    length = _length(arguments)
+    lengths = {name: x.shape[1] for name, x in arguments.items() if isinstance(x, Tensor) and x.ndim in (2, 3)}
+    return {
+        name: x.repeat_interleave(-(-FEWEST // length), 1) if lengths.get(name) == length else x
+        for name, x in arguments.items()
+    }
+
+
+def _length(arguments: Mapping[str, Any]) -> int:
+    """Return the largest number of tokens of an argument, 0 without."""
+    # Numbers without channels are no tokens but a signal, of which a stem makes fewer tokens.
+    tokens = (x for x in arguments.values() if isinstance(x, Tensor) and (x.ndim == 3 or not x.is_floating_point()))
+    return max((x.shape[1] for x in tokens if x.ndim in (2, 3)), default=0)
