@@ -96,16 +96,10 @@ class GroupedQueries(Projected):
 class ActivatedValues(HeadsInTheBatch):
     """Attention over activated values, then a norm with a bias by hand, and an activated gate."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(WIDTH, WIDTH)
-        self.scale, self.shift = nn.Parameter(torch.randn(WIDTH)), nn.Parameter(torch.randn(WIDTH))
-
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).chunk(3, -1)
-        mixed = self.mix(q, k, functional.silu(v))
-        normed = mixed / mixed.square().mean(-1, keepdim=True).sqrt() * self.scale + self.shift
-        return self.out(normed * functional.silu(self.gate(x)))
+        mixed = functional.normalize(self.mix(q, k, functional.silu(v)), dim=-1) + self.out.bias
+        return self.out(mixed * functional.silu(x))
 
 
 class LinearAttention(Projected):

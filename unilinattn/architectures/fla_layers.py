@@ -6,14 +6,26 @@ The functions that their modules call are registered in `fla_scans`, `fla_matric
 from unilinattn.architectures.recorded import recorded
 from unilinattn.registry import register_architecture
 
-KINDS = {
-    "fla_attention": ("attn.Attention", "softmax attention"),
-    "fla_forgetting_attention": ("forgetting_attn.ForgettingAttention", "forgetting attention"),
-    "fla_hgrn2": ("hgrn2.HGRN2Attention", "HGRN2"),
-    "fla_lightnet": ("lightnet.LightNetAttention", "LightNet"),
-    "fla_linear_attention": ("linear_attn.LinearAttention", "linear attention"),
-}
-"""The class in `fla.layers` and the kind of mixer, by the name of the architecture."""
-
-for name, (host, kind) in KINDS.items():
-    register_architecture(f"fla.layers.{host}", name=name, kind=kind, needs_capture=True, extra_outputs=2)(recorded)
+register_architecture(
+    "fla.layers.attn.Attention", name="fla_attention", kind="softmax attention", needs_capture=True, extra_outputs=2
+)(recorded)
+register_architecture(
+    "fla.layers.forgetting_attn.ForgettingAttention",
+    name="fla_forgetting_attention",
+    kind="forgetting attention",
+    needs_capture=True,
+    extra_outputs=2,
+)(recorded)
+register_architecture(
+    "fla.layers.hgrn2.HGRN2Attention", name="fla_hgrn2", kind="HGRN2", needs_capture=True, extra_outputs=2
+)(recorded)
+register_architecture(
+    "fla.layers.lightnet.LightNetAttention", name="fla_lightnet", kind="LightNet", needs_capture=True, extra_outputs=2
+)(recorded)
+register_architecture(
+    "fla.layers.linear_attn.LinearAttention",
+    name="fla_linear_attention",
+    kind="linear attention",
+    needs_capture=True,
+    extra_outputs=2,
+)(recorded)

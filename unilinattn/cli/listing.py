@@ -84,15 +84,24 @@ def _from_registry() -> tuple[list[Adapter], list[Listed]]:
 
 def own_adapters() -> Iterator[Adapter]:
     """Yield the adapters of this package; names, kinds and hosts are literals in the calls that register them."""
-    for file in files("unilinattn").joinpath("architectures").iterdir():
-        tree = ast.parse(file.read_text(encoding="utf-8") if file.name.endswith(".py") else "")
-        for function in (node for node in tree.body if isinstance(node, ast.FunctionDef)):
-            for call in function.decorator_list:
-                if isinstance(call, ast.Call) and ast.unparse(call.func) == "register_architecture":
-                    named = {keyword.arg: keyword.value for keyword in call.keywords}
-                    name, kind = (ast.literal_eval(named[argument]) for argument in ("name", "kind"))
-                    summary = (ast.get_docstring(function) or "").split("\n", 1)[0]
-                    yield Adapter(name, kind, summary, tuple(map(ast.literal_eval, call.args)))
+    sources = (file for file in files("unilinattn").joinpath("architectures").iterdir() if file.name.endswith(".py"))
+    body = [node for file in sources for node in ast.parse(file.read_text(encoding="utf-8")).body]
+    functions = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
+    for node in body:
+        if isinstance(node, ast.FunctionDef):
+            registered = [(call, node) for call in node.decorator_list]
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            # A class without code: `register_architecture(...)(recorded)`.
+            builders = (functions.get(ast.unparse(argument)) for argument in node.value.args)
+            registered = [(node.value.func, builder) for builder in builders if builder is not None]
+        else:
+            continue
+        for call, builder in registered:
+            if isinstance(call, ast.Call) and ast.unparse(call.func) == "register_architecture":
+                named = {keyword.arg: keyword.value for keyword in call.keywords}
+                name, kind = (ast.literal_eval(named[argument]) for argument in ("name", "kind"))
+                summary = (ast.get_docstring(builder) or "").split("\n", 1)[0]
+                yield Adapter(name, kind, summary, tuple(map(ast.literal_eval, call.args)))
 
 
 def _overview(architectures: Iterable[Adapter], methods: Iterable[Listed]) -> str:
