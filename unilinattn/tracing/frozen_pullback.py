@@ -89,14 +89,14 @@ def _entering(chain: Chain, x: Tensor | None) -> Iterator[Tensor | None]:
 
 def _pulled(stage: Stage, x: Tensor | None, grad: Tensor, name: str) -> Tensor:
     """Return the gradient at the input `x` of a stage."""
-    if not isinstance(stage, Scale) or stage.role not in FROZEN or not stage.of_value:
-        if not isinstance(stage, Branch):
-            return stage.adjoint(grad)
-    elif x is not None and stage.norm_of is not None and stage.norm_of * stage.scale.shape[-1] == x.shape[-1]:
+    may_depend = isinstance(stage, Scale) and stage.role in FROZEN and stage.of_value
+    if not may_depend and not isinstance(stage, Branch):
+        return stage.adjoint(grad)
+    n = stage.norm_of if isinstance(stage, Scale) else None
+    if isinstance(stage, Scale) and x is not None and n is not None and n * stage.scale.shape[-1] == x.shape[-1]:
         # The factor s = (sum of squares / n + constant)^(-1/2) of x has the gradient -s^3 x / n.
-        groups = (stage.scale.shape[-1], stage.norm_of)
-        along = (x * grad).unflatten(2, groups).sum(-1)
-        return stage.adjoint(grad) - replace(stage, factor=stage.scale**3 * along / stage.norm_of).adjoint(x)
+        along = (x * grad).unflatten(2, (-1, n)).sum(-1)
+        return stage.adjoint(grad) - replace(stage, factor=stage.scale**3 * along / n).adjoint(x)
     what = "sum" if isinstance(stage, Branch) else stage.role
     raise UncoveredError(
         f"{name} is recorded, and what follows its core ({what}) is a constant in its operator, so the gradient at its "
