@@ -117,7 +117,7 @@ def test_layers_that_cannot_be_composed_are_explained_one_by_one_with_a_warning(
 @pytest.mark.slow
 def test_of_layers_of_several_streams_the_largest_group_is_explained() -> None:
     model = transformers.CanineModel(tiny_config(transformers.CanineConfig)).eval()
-    with pytest.warns(UserWarning, match=r"These are 3 of the 4 layers one by one, by latim"):
+    with pytest.warns(UserWarning, match=r"These are 3 of the 6 layers one by one, by latim"):
         result = explain(model, torch.arange(3, 10)[None], target=-1)
     assert len(result.layers) == 3
 
