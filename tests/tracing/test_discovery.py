@@ -199,6 +199,9 @@ def test_faint_mixing_is_found_in_every_precision(dtype: torch.dtype) -> None:
     model = hybrid(FaintShift()).to(dtype)
     before = [parameter.dtype for parameter in model.parameters()]
     assert recorded(model) == ["backbone.layers.1.mixer"]
+    assert [layer.architecture for layer in ula.trace(hybrid(FaintShift()).to(dtype), IDS[:, :4]).layers][
+        1
+    ] == "recorded"
     assert [parameter.dtype for parameter in model.parameters()] == before
     with torch.autocast("cpu", torch.bfloat16):
         assert recorded(hybrid(FaintShift())) == ["backbone.layers.1.mixer"]

@@ -126,15 +126,15 @@ def positions_of(
     """
     batch = real.shape[0]
     try:
-        wanted = torch.as_tensor(target, device=real.device)
+        targets = torch.as_tensor(target, device=real.device)
     except (TypeError, ValueError, RuntimeError):
-        wanted = real.new_zeros(0)
-    if wanted.is_floating_point() or wanted.dtype == torch.bool or wanted.ndim > 1:
+        targets = real.new_zeros(0)
+    if targets.is_floating_point() or targets.dtype == torch.bool or targets.ndim > 1:
         raise InputError(f"target {target!r} is no position; give an int, or a list with one int a sequence.")
-    if wanted.ndim == 1 and wanted.numel() != batch:
-        raise InputError(f"target names {wanted.numel()} positions for {batch} sequences; give one each, or one int.")
+    if targets.ndim == 1 and targets.numel() != batch:
+        raise InputError(f"target names {targets.numel()} positions for {batch} sequences; give one each, or one int.")
     positions = []
-    for b, t in enumerate(wanted.expand(batch).tolist()):
+    for b, t in enumerate(targets.expand(batch).tolist()):
         tokens = real[b].nonzero().squeeze(1)
         if not -len(tokens) <= t < len(tokens):
             raise InputError(f"target {t} is out of range: sequence {b} has {len(tokens)} real positions.")

@@ -61,7 +61,7 @@ class UnregisteredMixer:
 
 
 FEWEST = 8
-"""Fewest tokens of a search: one that reads another is in the other random half of so many, but of fewer by chance."""
+"""Fewest tokens of a search, which perturbs a random half of them: two of fewer tokens are too often in one half."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Shapes of a call's tensors, by argument."""
@@ -109,16 +109,23 @@ def unregistered_mixers(
         # Other arguments, such as a mask of pairs, may fit these tokens only.
         with suppress(Exception):
             repeated = _repeated(arguments)
-            mixers, examined = _found_mixers(model, repeated, arguments, layers), repeated
-    if mixers is None and is_low(model, examined):
-        # A kernel, or a function of another package, may accept no other dtype than the model's.
-        with suppress(Exception), widened():
-            mixers = _found_mixers(model, examined, arguments, layers)
+            mixers, examined = _searched(model, repeated, arguments, layers), repeated
     if mixers is None:
-        mixers = _found_mixers(model, examined, arguments, layers)
+        mixers = _searched(model, examined, arguments, layers)
     answer = tuple((mixer.path, mixer.holds_layers, mixer.leak) for mixer in mixers)
     _answers[model] = _Answer(state_of(model, arguments), _shapes(examined), answer)
     return mixers
+
+
+def _searched(
+    model: nn.Module, examined: Mapping[str, Any], arguments: Mapping[str, Any], layers: Sequence[CallRecord]
+) -> tuple[UnregisteredMixer, ...]:
+    """Return the result of `_found_mixers`, from runs of a model of low precision in float32 where it takes that."""
+    if is_low(model, examined):
+        # A kernel, or a function of another package, may accept no other dtype than the model's.
+        with suppress(Exception), widened():
+            return _found_mixers(model, examined, arguments, layers)
+    return _found_mixers(model, examined, arguments, layers)
 
 
 def _found_mixers(
