@@ -61,10 +61,10 @@ oldest: .venv-oldest/.installed
 	@OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -q -n 2 --dist worksteal -m "" \
 	    tests/architectures/test_conformance.py $(ARGS)
 	@OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -q -n 2 --dist worksteal \
-	    tests/architectures tests/host tests/tracing tests/frozen tests/reruns \
+	    tests/architectures tests/host tests/discovery tests/tracing tests/frozen tests/reruns \
 	    $(patsubst %,--ignore=tests/%.py,$(addprefix architectures/test_,conformance controls reference) \
 	    $(addprefix frozen/test_,forms rules slopes) host/test_isolation host/test_threads \
-	    $(addprefix tracing/test_,discovery opaque prefix trust unknown)) $(ARGS)
+	    $(addprefix discovery/test_,discovery opaque unknown) $(addprefix tracing/test_,prefix trust)) $(ARGS)
 
 setups: .venv-setups/.installed
 	@echo "Running the set-ups of docs/hosts.md."

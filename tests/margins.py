@@ -31,6 +31,7 @@ TESTS = (
     "tests/architectures",
     "tests/operator",
     "tests/host",
+    "tests/discovery",
     "tests/tracing",
     "tests/frozen",
     "tests/reruns",

@@ -29,6 +29,7 @@ LAYERS = (
     ("rules",),
     ("registry",),
     ("architectures", "host"),
+    ("discovery",),
     ("tracing",),
     ("frozen", "reruns"),
     ("methods",),

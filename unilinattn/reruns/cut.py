@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from unilinattn.call import CACHES
 from unilinattn.call.entries import Entries
 from unilinattn.call.nested import mapped
+from unilinattn.discovery.search import refuse, remembered_mixers
 from unilinattn.errors import InputError, ModelStateError, OptionError, nearest
 from unilinattn.host.inputs import bound_arguments, host_arguments, is_encoder_decoder
 from unilinattn.host.isolation import current_run
@@ -26,7 +27,6 @@ from unilinattn.host.substitution import SUBSTITUTE_ABOVE
 from unilinattn.host.wrappers import unwrapped
 from unilinattn.operator.edges import Edges, Groups, Listed, Pairs, Selection, along, core_channels
 from unilinattn.tracing.builder import LayerBuilder
-from unilinattn.tracing.discovery import refuse, remembered_mixers
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.recording import recorded_run
 from unilinattn.tracing.trace import Trace, trace

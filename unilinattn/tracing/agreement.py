@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from unilinattn.call.attention_interface import configurations
 from unilinattn.call.exactness import layer_tolerance
+from unilinattn.discovery.search import state_of
 from unilinattn.errors import InputError
 from unilinattn.host.inputs import real_tokens
 from unilinattn.host.logits import has_logits, logits_of
 from unilinattn.host.recorder import main_tensor
 from unilinattn.host.run import run
-from unilinattn.tracing.discovery import state_of
 
 CACHE_FLAG = "use_cache"
 """The argument by which a host keeps the states of its tokens."""

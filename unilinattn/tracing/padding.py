@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from unilinattn.call.axes import as_tokens
 from unilinattn.call.nested import tensors
+from unilinattn.discovery.perturbation import Constant, Run, special_ids
 from unilinattn.host.inputs import ids_name, real_tokens
 from unilinattn.host.module_calls import CallRecord, layer_input
 from unilinattn.host.observer import Inputs
 from unilinattn.registry import UNREGISTERED
 from unilinattn.tracing.layer import Layer
-from unilinattn.tracing.perturbation import Constant, Run, special_ids
 from unilinattn.tracing.token_streams import OWN
 
 Masks = Mapping[tuple[int, int], Bool[Tensor, "batch token"]]

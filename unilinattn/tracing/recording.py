@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unilinattn.discovery.search import UnregisteredMixer, refuse, remembered_mixers, unregistered_mixers
 from unilinattn.host.inputs import call_host, last_real, real_tokens
 from unilinattn.host.isolation import isolated
 from unilinattn.host.logits import logits_at
@@ -14,7 +15,6 @@ from unilinattn.host.recorder import Recorder
 from unilinattn.host.run import run
 from unilinattn.host.substitution import may_be_long, operators_at_length
 from unilinattn.progress import bars
-from unilinattn.tracing.discovery import UnregisteredMixer, refuse, remembered_mixers, unregistered_mixers
 from unilinattn.tracing.residual import locate_in_stream
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from unilinattn.call.axes import as_tokens
 from unilinattn.call.nested import mapped, tensors
+from unilinattn.discovery.perturbation import TOLERANCE, special_ids
 from unilinattn.errors import UncoveredError
 from unilinattn.host.inputs import call_host, ids_name, is_ids, real_tokens, sequences_in
 from unilinattn.host.isolation import runs_in_gradient_mode
@@ -20,7 +21,6 @@ from unilinattn.host.observer import Functions
 from unilinattn.host.run import run
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.lookups import Lookups
-from unilinattn.tracing.perturbation import TOLERANCE, special_ids
 from unilinattn.tracing.token_streams import TokenStream, stream_written, token_streams, tower_of
 from unilinattn.tracing.tokens import TokenCall, find_tokens, require_own_tokens
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from unilinattn.call.nested import tensors
+from unilinattn.discovery.regions import regional_model
 from unilinattn.errors import OptionError, UncoveredError, UnknownArchitectureError
 from unilinattn.host.image import image_tokens, is_image, processed
 from unilinattn.host.inputs import host_arguments, token_ids
@@ -31,7 +32,6 @@ from unilinattn.tracing.gradients import gradient_of
 from unilinattn.tracing.layer import Layer, Step
 from unilinattn.tracing.padding import masks_of_streams, warn_of_leaks, warn_of_recorded_leaks
 from unilinattn.tracing.recording import covered_run
-from unilinattn.tracing.regions import regional_model
 from unilinattn.tracing.streaming import run_in_pieces
 from unilinattn.tracing.token_streams import TokenStream, stream_written, token_streams
 from unilinattn.tracing.weights import Weights

@@ -15,6 +15,9 @@ from torch import Tensor, nn
 
 from unilinattn.call.axes import LAST, Axes, as_tokens, axes_of, channel_axis, in_shape
 from unilinattn.call.nested import mapped
+from unilinattn.discovery.mixing import mixes_tokens
+from unilinattn.discovery.perturbation import TOLERANCE, Constant, Constants
+from unilinattn.discovery.unknown import is_basic
 from unilinattn.host.forwards import Forward, replaced_forwards
 from unilinattn.host.inputs import bound_arguments, sequences_in
 from unilinattn.host.module_calls import CallRecord, first_tensor
@@ -22,9 +25,6 @@ from unilinattn.host.observer import Functions, Inputs, Observer
 from unilinattn.host.recorder import MAIN, captured, main_tensor
 from unilinattn.host.run import run
 from unilinattn.registry import visible_functions
-from unilinattn.tracing.mixing import mixes_tokens
-from unilinattn.tracing.perturbation import TOLERANCE, Constant, Constants
-from unilinattn.tracing.unknown import is_basic
 
 
 @dataclass(eq=False)

@@ -11,17 +11,18 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import unilinattn as ula
+from tests.discovery.invented import INVENTED, WIDTH, CumMean, OverTokens, SelectiveScan, TokenShift, hybrid
 from tests.hosts import named
-from tests.tracing.invented import INVENTED, WIDTH, CumMean, OverTokens, SelectiveScan, TokenShift, hybrid
 from tests.tracing.models import VOCABULARY, Model, Output
 from tests.tracing.models import WIDTH as CHANNELS
+from unilinattn.discovery import search
+from unilinattn.discovery.perturbation import Run
 from unilinattn.errors import UncoveredError, UnknownArchitectureError
 from unilinattn.host import substitution
 from unilinattn.models import S4D
 from unilinattn.testing import left_as_found
 from unilinattn.testing.hosts import randomize
-from unilinattn.tracing import discovery, recording
-from unilinattn.tracing.perturbation import Run
+from unilinattn.tracing import recording
 
 IDS = torch.randint(30, (2, 16), generator=torch.Generator().manual_seed(1))
 
@@ -234,13 +235,13 @@ def test_layers_of_a_mixer_with_small_weights_do_not_depend_on_the_precision() -
 @contextmanager
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
     searches: list[object] = []
-    original = discovery.unregistered_mixers
+    original = search.unregistered_mixers
 
-    def search(model: nn.Module, *rest: object) -> object:
+    def counting(model: nn.Module, *rest: object) -> object:
         searches.append(model)
         return original(model, *rest)
 
-    monkeypatch.setattr(recording, "unregistered_mixers", search)
+    monkeypatch.setattr(recording, "unregistered_mixers", counting)
     yield searches
 
 

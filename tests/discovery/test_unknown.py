@@ -18,8 +18,8 @@ from transformers import (
 )
 
 import unilinattn as ula
+from tests.discovery.invented import WIDTH, Projected, hybrid
 from tests.methods.refused import recommended
-from tests.tracing.invented import WIDTH, Projected, hybrid
 from tests.tracing.models import Output
 from unilinattn.errors import UncoveredError, UnknownArchitectureError
 from unilinattn.testing.hosts import randomize
@@ -111,7 +111,7 @@ def test_a_nonlinear_recurrence_has_no_operator(build: Callable[..., nn.Module])
 @pytest.mark.parametrize("model", [lambda: Language(Cells()), lambda: hybrid(Cells())], ids=["by itself", "in a Mamba"])
 def test_a_recurrence_in_python_has_no_operator(model: Callable[[], nn.Module]) -> None:
     message = refusal(model())
-    assert "mixer (tests.tracing.test_unknown.Cells)" in message and "has no operator" in message
+    assert "mixer (tests.discovery.test_unknown.Cells)" in message and "has no operator" in message
 
 
 def test_what_a_refusal_leaves_out_is_explained_by_the_methods_that_it_names() -> None:
@@ -135,7 +135,7 @@ def test_a_module_that_rearranges_axes_is_part_of_the_layer_around_it(model: Cal
 def test_a_scan_outside_of_torch_is_refused_for_its_reason() -> None:
     """A scan that a function of NumPy computes is seen by no function of torch."""
     message = refusal(hybrid(Mamba()))
-    assert "backbone.layers.1.mixer (tests.tracing.test_unknown.Mamba): " in message
+    assert "backbone.layers.1.mixer (tests.discovery.test_unknown.Mamba): " in message
     assert "its output does not depend on its inputs by functions of torch" in message
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import unilinattn as ula
-from tests.tracing.invented import INVENTED, hybrid
+from tests.discovery.invented import INVENTED, hybrid
 
 IDS = torch.randint(30, (2, 9))
 

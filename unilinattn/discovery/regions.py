@@ -20,11 +20,11 @@ from torch.utils._device import DeviceContext
 
 from unilinattn.call.exactness import layer_tolerance
 from unilinattn.call.nested import mapped, tensors
+from unilinattn.discovery.module_frame import Event, Frame, Recording, Value, results_of
+from unilinattn.discovery.region_plans import Plan, planned
+from unilinattn.discovery.unknown import probable_mixers
 from unilinattn.errors import UncoveredError
 from unilinattn.host.run import run
-from unilinattn.tracing.module_frame import Event, Frame, Recording, Value, results_of
-from unilinattn.tracing.region_plans import Plan, planned
-from unilinattn.tracing.unknown import probable_mixers
 
 Shapes = tuple[tuple[int, ...], ...]
 """The shape of each tensor."""

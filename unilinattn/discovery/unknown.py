@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from unilinattn.call import package_version
+from unilinattn.discovery.completeness import Leak
+from unilinattn.discovery.mixing import mixes_tokens
 from unilinattn.host.observer import Functions, Inputs, Observer
 from unilinattn.host.run import run
 from unilinattn.registry import list_architectures, visible_functions
-from unilinattn.tracing.completeness import Leak
-from unilinattn.tracing.mixing import mixes_tokens
 
 NAMED = 5
 """Largest number of modules that an error names in a list."""

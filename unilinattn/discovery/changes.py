@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from unilinattn.tracing.perturbation import projection
+from unilinattn.discovery.perturbation import projection
 
 Shape = tuple[int, int]
 """(batch, tokens) of a stream."""

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from unilinattn.call.nested import tensors
+from unilinattn.discovery.module_frame import Event, Value
 from unilinattn.errors import UncoveredError
-from unilinattn.tracing.module_frame import Event, Value
 
 SUMS = ("add", "add_", "__add__", "__iadd__", "__radd__")
 """Names of functions by which a forward adds a branch to its stream."""

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from unilinattn.call import CACHES
 from unilinattn.call.attention_interface import configurations
 from unilinattn.call.nested import mapped, tensors
+from unilinattn.discovery.widened import visible
 from unilinattn.host.forwards import Forward, replaced_forwards
 from unilinattn.host.inputs import call_host
 from unilinattn.host.observer import Inputs, Observer
 from unilinattn.host.recorder import MAIN, captured, main_tensor
 from unilinattn.host.run import run
-from unilinattn.tracing.widened import visible
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 """Largest relative change of a watched token by rounding (experts get other batches); 0.05 for other dtypes.

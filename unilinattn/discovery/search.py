@@ -25,17 +25,10 @@ from torch import Tensor, nn
 
 from unilinattn.call.axes import POOLS
 from unilinattn.call.nested import tensors
-from unilinattn.errors import UncoveredError, UnilinattnError, UnknownArchitectureError
-from unilinattn.host import substitution
-from unilinattn.host.logits import KEEP
-from unilinattn.host.module_calls import CallRecord
-from unilinattn.host.recorder import Recorder
-from unilinattn.host.run import run
-from unilinattn.registry import UNREGISTERED, list_architectures
-from unilinattn.tracing.candidates import mixing_modules
-from unilinattn.tracing.completeness import Key, Leak, find_leak
-from unilinattn.tracing.perturbation import Constant, Perturbed, Reference, Trial
-from unilinattn.tracing.unknown import (
+from unilinattn.discovery.candidates import mixing_modules
+from unilinattn.discovery.completeness import Key, Leak, find_leak
+from unilinattn.discovery.perturbation import Constant, Perturbed, Reference, Trial
+from unilinattn.discovery.unknown import (
     holder,
     holders,
     is_basic,
@@ -44,7 +37,14 @@ from unilinattn.tracing.unknown import (
     without_adapters,
     without_layers,
 )
-from unilinattn.tracing.widened import is_low, widened
+from unilinattn.discovery.widened import is_low, widened
+from unilinattn.errors import UncoveredError, UnilinattnError, UnknownArchitectureError
+from unilinattn.host import substitution
+from unilinattn.host.logits import KEEP
+from unilinattn.host.module_calls import CallRecord
+from unilinattn.host.recorder import Recorder
+from unilinattn.host.run import run
+from unilinattn.registry import UNREGISTERED, list_architectures
 
 
 @dataclass(frozen=True)

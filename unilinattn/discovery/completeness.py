@@ -22,13 +22,13 @@ from torch import Tensor, nn
 
 from unilinattn.call.axes import as_tokens, in_shape
 from unilinattn.call.nested import mapped, tensors
+from unilinattn.discovery.changes import ATTENTION, Entry, Shape, elements, lines, rows, sample
+from unilinattn.discovery.mixing import mixes_tokens
+from unilinattn.discovery.perturbation import TOLERANCE, Call, Constants, Run, noisy, rotated, special_ids
 from unilinattn.host.inputs import call_host, ids_name, is_ids, real_tokens
 from unilinattn.host.logits import logits_in
 from unilinattn.host.module_calls import CallRecord
 from unilinattn.host.observer import Functions, Inputs
-from unilinattn.tracing.changes import ATTENTION, Entry, Shape, elements, lines, rows, sample
-from unilinattn.tracing.mixing import mixes_tokens
-from unilinattn.tracing.perturbation import TOLERANCE, Call, Constants, Run, noisy, rotated, special_ids
 
 AXES = (2, 3, 4, 5)
 """Numbers of axes of vectors of tokens, which may be packed in one axis, or lie along those of an image or a video."""

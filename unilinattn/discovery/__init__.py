@@ -1,0 +1,1 @@
+"""Search of a model for the modules that mix tokens, and its completeness."""
