@@ -41,6 +41,10 @@ CASES: dict[str, tuple[Function, Function]] = {
     "expm1": (lambda x: x + 2 * torch.expm1(x), lambda x: x + 2 * sloped(torch.expm1, x)),
     "exp": (lambda x: x - x.exp(), lambda x: x - sloped(torch.exp, x, 1.0)),
     "softplus": (lambda x: x - functional.softplus(x), lambda x: x - sloped(functional.softplus, x, LOG_2)),
+    "softplus in the dtype that it has": (
+        lambda x: x - functional.softplus(x).to(x.dtype),
+        lambda x: x - sloped(functional.softplus, x, LOG_2),
+    ),
     "function of a factor": (
         lambda x: x + torch.tanh(3 * x.clamp(-0.5, 0.5).expm1()),
         lambda x: x + sloped(torch.tanh, 3 * sloped(torch.expm1, sloped(lambda y: y.clamp(-0.5, 0.5), x))),

@@ -85,6 +85,9 @@ def recorded(call: Call) -> Flow:
     layer a matrix, a sum over tokens with frozen weights a token mixer, whatever made the weights, an activation or a
     norm a frozen scale, a sum a branch. The stages are compared with the module's output.
 
+    The input of a call whose graph is kept requires a gradient: gates are then in the graph, as the mode of the run
+    (`rules.freezing`) computes them.
+
     Raises `UncoveredError` with the function that is no stage.
     """
     flow = recorded_stages(call)
@@ -103,6 +106,7 @@ def recorded(call: Call) -> Flow:
 def recorded_stages(call: Call) -> Flow:
     """Return the stages of a module, which need not mix tokens."""
     module, arguments = _promoted(call)
+    is_live = call.input.requires_grad
     entered = next((v for v in arguments.values() if _has_tokens(v) and v.numel() == call.input.numel()), None)
     axes = 3 if entered is None else entered.ndim
     streams = {name: value for name, value in arguments.items() if _is_stream(value, axes)}
@@ -110,15 +114,20 @@ def recorded_stages(call: Call) -> Flow:
     if not fitting:
         raise UncoveredError(f"{_named(call)}: none of its arguments is (batch, token, channel).")
     # Of several tensors of one size, the layer's input has its values.
-    flat = in_shape(call.input, streams[fitting[0]].shape, call.axes.inputs).flatten()
-    first = next((name for name in fitting if torch.equal(streams[name].flatten(), flat)), fitting[0])
-    inputs = _distinct({"x": streams.pop(first), **streams})
+    shape = streams[fitting[0]].shape
     # (token, batch, channel)
-    transposed = axes == 3 and call.axes.inputs == -1 and inputs["x"].shape[:2] != call.input.shape[:2]
+    transposed = axes == 3 and call.axes.inputs == -1 and shape[:2] != call.input.shape[:2]
+    read = in_shape(call.input.transpose(0, 1) if transposed else call.input, shape, call.axes.inputs)
+    flat = read.detach().flatten()
+    first = next((name for name in fitting if torch.equal(streams[name].flatten(), flat)), fitting[0])
+    if is_live:
+        recorded_input = streams[first]
+        arguments, streams = mapped((arguments, streams), lambda t: read if t is recorded_input else t)
+    inputs = _distinct({"x": streams.pop(first), **streams})
     factors = {name: value for name, value in arguments.items() if name != first and name not in streams}
     recording = Recording(module, inputs, factors)
     try:
-        with torch.no_grad(), without_script(module), visible_functions(module), recording:
+        with torch.set_grad_enabled(is_live), without_script(module), visible_functions(module), recording:
             # Hooks of the module itself change what it returns, and the layer is its forward.
             positional, named = _positional(module, arguments)
             returned = module.forward(*positional, **named)
@@ -139,27 +148,27 @@ def recorded_stages(call: Call) -> Flow:
         raise UncoveredError(f"{_named(call)}: its output does not depend on its inputs by functions of torch.")
     chains: Mapping[str, Chain] | None = None
     try:
-        chains = chains_of(node, call.input, call.axes, transposed=transposed)
+        with torch._C.DisableTorchFunction():
+            chains = chains_of(node, call.input, call.axes, transposed=transposed)
         reason = _without_map(chains, call.input)
     # A function may have arguments of a kind that its rule does not expect.
     except Exception as error:
         reason = str(error) if isinstance(error, UncoveredError) else f"its functions are no stages ({error})"
-    if reason is not None:
+    if reason is not None and not is_live:
         chains = _whole(call, module, arguments, inputs, factors, reason, transposed=transposed) or chains
     if chains is None:
         raise UncoveredError(f"{_named(call)}: {reason}.")
     flow = _flow(call, chains, inputs, transposed=transposed)
     flow.is_recorded = True
-    expected = _output(call, output, transposed=transposed)
-    with torch.no_grad():
-        missed = relative_error(flow.value.reshape(1, -1), expected.reshape(1, -1))
+    expected, actual = _output(call, output, transposed=transposed).detach(), flow.value.detach()
+    missed = relative_error(actual.reshape(1, -1), expected.reshape(1, -1))
     if not missed <= layer_tolerance(call.input.dtype):
         raise UncoveredError(
             f"{_named(call)}: the functions that it calls give its output with an error of {missed:.1e}, so one of "
             "them was not seen, such as a compiled kernel. Register an adapter for this class."
         )
-    if call.output is not None and call.output.shape == flow.value.shape:
-        repeated = relative_error(flow.value.reshape(1, -1), call.output.reshape(1, -1))
+    if call.output is not None and call.output.shape == actual.shape:
+        repeated = relative_error(actual.reshape(1, -1), call.output.reshape(1, -1))
         if not repeated <= RANDOM:
             raise UncoveredError(
                 f"{_named(call)}: for the same input it returns an output that differs by {repeated:.1e} when it runs "

@@ -1,6 +1,7 @@
 """A traced layer in a frozen run: its recorded output, whose derivative is its operator or its live flow."""
 
 from collections.abc import Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -13,11 +14,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from unilinattn.call.exactness import layer_tolerance
 from unilinattn.call.nested import tensors
 from unilinattn.errors import UncoveredError
+from unilinattn.host.isolation import isolated
 from unilinattn.host.module_calls import layer_input
 from unilinattn.host.recorder import MAIN
 from unilinattn.memory import return_free_pages
 from unilinattn.operator.flow import Flow, evaluated_by
-from unilinattn.operator.stages import Branch, Scale, Stage, Unmapped, walk
+from unilinattn.operator.stages import WHOLE, Branch, Scale, Stage, Unmapped, walk
 from unilinattn.registry import UNREGISTERED
 from unilinattn.tracing.layer import Layer
 
@@ -162,8 +164,8 @@ def live_output(layer: Layer, arguments: Mapping[str, Any]) -> tuple[Tensor, lis
     Runs inside `Freezing(half=True)`, which multiplies by the gates: a value and its gate each get half of the
     relevance of their product, unless the gate is an activation with f(0) != 0, such as a sigmoid. All other factors
     are constants: the matrices of token mixers, the slopes of activations and the scales of norms. Gates that an
-    adapter reads from a capture of the host's run are constants too, and a layer that reads several tensors is its
-    frozen operator, without edges after its cores.
+    adapter reads from a capture of the host's run are constants too, and so are those of a recorded module with a
+    function that has no rule. A layer that reads several tensors is its frozen operator, without edges after its cores.
     """
     with torch._C.DisableTorchFunction():
         values = _port_values(layer, arguments)
@@ -184,8 +186,13 @@ def _flow(layer: Layer, port: str, x: Tensor) -> Flow:
     """Return the flow that the adapter builds on `x`, or the frozen stages if it needs a capture of the host's run."""
     if not layer.needs_capture and port == "x":
         return layer.flow_in_run(x)
+    stages = layer.operator.chains[port]
+    if layer.is_recorded and port == "x" and not any(stage.role == WHOLE for stage in stages):
+        # The module runs by its own forward, which this layer replaces in the run.
+        with suppress(UncoveredError):
+            return isolated(layer.module, lambda: layer.flow_in_run(x))
     flow = Flow(x)
-    for stage in layer.operator.chains[port]:
+    for stage in stages:
         flow.stage(stage)
     return flow
 

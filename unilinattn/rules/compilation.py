@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from unilinattn.call.functions import meaning_of
 from unilinattn.errors import UncoveredError
@@ -127,7 +128,10 @@ class Compilation:
         position = int(carried.index.flatten()[element])
         unit = self.like.new_zeros(carried.shape)
         unit.view(-1)[max(position, 0)] = float(position >= 0)
-        images = ((port, run_adjoint(chain, unit).abs().sum(2).nonzero()) for port, chain in carried.chains.items())
+        # Gates in the graph of a run have tangents.
+        with torch.no_grad(), forward_ad._set_fwd_grad_enabled(False):
+            adjoints = {port: run_adjoint(chain, unit) for port, chain in carried.chains.items()}
+        images = ((port, adjoint.abs().sum(2).nonzero()) for port, adjoint in adjoints.items())
         return frozenset((port, *token) for port, image in images for token in image.tolist())
 
     def scaled(
@@ -135,9 +139,11 @@ class Compilation:
     ) -> Carried:
         """Multiply a carried tensor by a frozen factor, which may depend on it, broadcast to its shape.
 
-        `of_value` and `norm_of` are those of `Scale`.
+        `of_value` and `norm_of` are those of `Scale`. In a run whose graph is kept, a gate is in the graph (see
+        `_is_live`).
         """
-        factor = torch.as_tensor(self.number(factor), dtype=self.like.dtype, device=self.like.device)
+        value = factor.value if role == "gate" and _is_live(factor, carried) else self.number(factor)
+        factor = torch.as_tensor(value, dtype=self.like.dtype, device=self.like.device)
         carried = _broadcast(carried, factor)
         return carried.same_elements(Scale(role, carried.layout.factor(factor), None, of_value, norm_of))
 
@@ -160,6 +166,14 @@ class Compilation:
         by_token = not torch.equal(bias, bias[:1, :1].expand_as(bias))
         ones = self.like.new_ones(1, 1, 1)
         return carried.same_elements(Scale("skip", ones, bias if by_token else bias[0, 0].clone()))
+
+
+def _is_live(factor: Any, carried: Carried) -> bool:
+    """Tell whether a factor shares the relevance of its product by the half rule, as in `Freezing`.
+
+    An activation with f(0) != 0, such as a sigmoid, is frozen, and so is a factor of several channels.
+    """
+    return isinstance(factor, Node) and factor.rank < 2 and factor.value.numel() == carried.index.numel()
 
 
 def is_carried(value: Any) -> bool:

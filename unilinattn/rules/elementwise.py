@@ -97,7 +97,7 @@ def interpolate(run: Compilation, node: Node, x: Any, end: Any, weight: Any) -> 
 def multiply(run: Compilation, node: Node, x: Any, other: Any) -> Carried:
     """Multiply by a frozen factor: of two carried operands one that is no value, or by halves (see `factor_values`)."""
     if x is other:
-        return run.scaled(run.value(x), x, "gate")
+        return run.scaled(run.value(x), x.value.detach(), "gate")
     if not (is_carried(x) and is_carried(other)):
         value, factor = (x, other) if is_carried(x) else (other, x)
         # Frozen results, such as those of a softmax, depend on tokens too.
@@ -105,10 +105,11 @@ def multiply(run: Compilation, node: Node, x: Any, other: Any) -> Carried:
         return run.scaled(run.value(value), factor, "gate", of_value=of_value)
     nodes = (x, other)
     numbers = factor_values([run.operand(node) for node in nodes])
-    factors = {n: nodes[1 - n].value.detach() / len(numbers) for n in numbers}
-    of_value = len(numbers) > 1 or depends_on_mixed(nodes[1 - numbers[0]], nodes[numbers[0]])
-    terms = (run.scaled(run.value(nodes[n]), factor, "gate", of_value=of_value) for n, factor in factors.items())
-    return reduce(summed, terms)
+    if len(numbers) > 1:
+        halves = (run.scaled(run.value(nodes[n]), nodes[1 - n].value.detach() / 2, "gate") for n in numbers)
+        return reduce(summed, halves)
+    value, gate = nodes[numbers[0]], nodes[1 - numbers[0]]
+    return run.scaled(run.value(value), gate, "gate", of_value=depends_on_mixed(gate, value))
 
 
 @rule("addcmul")

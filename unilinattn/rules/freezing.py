@@ -105,7 +105,8 @@ class Freezing(TorchFunctionMode):
                 added = partial(self._activated, name, func, args, kwargs)
         else:
             result = self._mark(func, args, func(*args, **kwargs))
-            if any(tensor in self._added for tensor in factors) and not in_place:
+            # A cast to the same dtype returns its argument.
+            if not in_place and all(t is not result for t in factors) and any(t in self._added for t in factors):
                 added = partial(self._of_added, name, func, args, kwargs)
         if origin is not None and name not in kinds.NEW:
             for tensor in tensors(args[:1] if name == "setitem" else result):

@@ -51,7 +51,7 @@ JOINING = _names(
 
 FACTORS = _names("""
     softmax log_softmax exp expm1 softplus log log1p log2 sqrt rsqrt var std var_mean std_mean norm vector_norm
-    logsumexp topk reciprocal prod cumprod cosine_similarity rpow cross_entropy nll_loss mse_loss
+    logsumexp logaddexp logcumsumexp topk reciprocal prod cumprod cosine_similarity rpow cross_entropy nll_loss mse_loss
     binary_cross_entropy_with_logits polar acos arccos cos cosh
 """)
 """Functions whose outputs are frozen: factors of what follows, and losses, which no logit depends on."""

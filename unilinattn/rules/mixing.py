@@ -21,15 +21,20 @@ def mixed(run: Compilation, node: Node, *args: Any, **kwargs: Any) -> Carried:
     function: MixingFunction = meaning_of(node.func)
     arguments = function.arguments(node.func, args, kwargs)
     carried, bounds = run.value(arguments[function.carried]), run.number(arguments.get(function.packed))
-    numbers = {name: run.number(value) for name, value in arguments.items()}
+    # A gate among the arguments may be in the graph.
+    numbers = {name: value.value if isinstance(value, Node) else run.number(value) for name, value in arguments.items()}
     index = function.by_token(carried.index)
     shape, steps = index.shape, _steps(carried, function.tokens[0])
+    x = numbers[function.carried].detach()
     # The steps of a token are channels of the layer.
     carried = carried.moved(index.unflatten(1, (-1, steps)).flatten(2))
     carried = carried.arranged() if bounds is None else carried.in_place()
     frame = _frame(carried, None if bounds is None else bounds // (1 if function.steps else steps))
-    flow = function.flow(frame, steps, frame.tokens(function.by_token(numbers[function.carried]), steps), numbers)
-    chain, channels = flow.chain, flow.value.shape[2]
+    x = frame.tokens(function.by_token(x), steps)
+    # The mode of a run, if there is one, freezes the factors of the core.
+    with torch._C._EnableTorchFunction():
+        flow = function.flow(frame, steps, x, numbers)
+        chain, channels = flow.chain, flow.value.shape[2]
     carried = carried.follow(chain if steps == 1 else _by_step(chain, steps, carried), channels)
     result = unflattened(frame.packed(carried.index), shape)
     if steps > 1 and function.steps is None:

@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from torch.nn import functional
 
+from unilinattn.call.nested import mapped
 from unilinattn.errors import OptionError, UncoveredError
 from unilinattn.mixers import CoreMixer
 from unilinattn.operator.flow import Flow
@@ -59,20 +60,19 @@ class MixingFunction:
 
         Raises `UncoveredError` for a call that is not covered.
         """
-        with torch._C.DisableTorchFunction():
-            arguments = self.arguments(function, args, kwargs)
-            carried = self.by_token(arguments[self.carried])
-            steps = 1 if self.steps is None else arguments[self.steps]
-            frame = Frame(carried.shape[0], carried.shape[1] // steps, None)
-            if (bounds := arguments.get(self.packed)) is not None:
-                frame = Frame.of_bounds(bounds)
-            flow = self.flow(frame, steps, frame.tokens(carried, steps), arguments)
-            last = flow.value[:, steps - 1 :: steps]
-            result = self.as_result(unflattened(frame.packed(last), carried.shape))
-            extra = self.extra_outputs
-            if isinstance(extra, str):
-                extra = (None,) if arguments.get(extra) else ()
-            return (result, *extra) if extra else result
+        arguments = self.arguments(function, args, kwargs)
+        carried = self.by_token(arguments[self.carried])
+        steps = 1 if self.steps is None else arguments[self.steps]
+        frame = Frame(carried.shape[0], carried.shape[1] // steps, None)
+        if (bounds := arguments.get(self.packed)) is not None:
+            frame = Frame.of_bounds(bounds)
+        flow = self.flow(frame, steps, frame.tokens(carried, steps), arguments)
+        last = flow.value[:, steps - 1 :: steps]
+        result = self.as_result(unflattened(frame.packed(last), carried.shape))
+        extra = self.extra_outputs
+        if isinstance(extra, str):
+            extra = (None,) if arguments.get(extra) else ()
+        return (result, *extra) if extra else result
 
     def by_token(self, value: Tensor) -> Shaped[Tensor, "batch token *channel"]:
         """Return a tensor of the carried argument's axes with the batch and the tokens first."""
@@ -93,8 +93,16 @@ class MixingFunction:
         values = {name: value for name, value in arguments.items() if name != self.packed}
         if frame.rows is not None:
             values = {name: frame.by_sequence(self, value, steps) for name, value in values.items()}
+        mask = frame.mask(steps)
+        try:
+            return self._flow(x, mask, values)
+        except UncoveredError:
+            # In a run whose graph is kept, factors of the core may have functions that its mode has no rule for.
+            return self._flow(x, mask, mapped(values, torch.detach))
+
+    def _flow(self, x: Float[Tensor, "batch token *channel"], mask: Tensor | None, values: Mapping[str, Any]) -> Flow:
         parameters = inspect.signature(self.stages).parameters
-        mask, flow = frame.mask(steps), Flow(x.flatten(2))
+        flow = Flow(x.flatten(2))
         values = {name: value for name, value in {"flow": flow, MASK: mask, **values}.items() if name in parameters}
         if mask is not None:
             flow.scale(mask[..., None].to(x), role="input")

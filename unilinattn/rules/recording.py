@@ -144,7 +144,7 @@ class Recording(TorchFunctionMode):
         before = args[0] if (in_place or name == "setitem") and isinstance(args[0], Tensor) else None
         if before is not None and (node := self.node(before)) is not None:
             # Earlier functions read the value that is written over here.
-            node.value = before.detach().clone()
+            node.value = before.clone()
         if meaning is not None:
             return self._mixed(func, meaning, args, kwargs, (named, resolved))
         # Of some arguments only the shape matters.

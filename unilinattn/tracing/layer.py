@@ -49,8 +49,8 @@ class Layer:
             outside the module.
         next_stream: the stream after the layer, without the output of another module in the same sum; None with
             `stream`, and if the trace wrote its streams to files.
-        stream_dtype: dtype of the host's stream.
-        precision: the coarsest dtype that the host computed in.
+        is_recorded: whether the operator was recorded from the module's functions; False before it is built.
+        stream_dtype, precision: dtype of the host's stream, and the coarsest one that the host computed in.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Layer:
         self._prefix = None if prefix is None else replace(prefix, output=prefix.output.to(device, dtype))
         self._latest = None if prefix is None else latest
         self._error: float | None = None
-        self._is_recorded = False
+        self.is_recorded = False
 
     def __repr__(self) -> str:
         """Show path, kind and shapes."""
@@ -156,7 +156,7 @@ class Layer:
             cache[key] = PiecewiseOperator(self._prefix.pieces, self._flow_of_piece, output=self.output, name=self.name)
             return cache[key], None
         flow = in_gradient_mode(False, lambda: isolated(self.module, lambda: self.flow(self.input)))
-        self._is_recorded = flow.is_recorded
+        self.is_recorded = flow.is_recorded
         cache[key] = MixerOperator(
             flow.chains,
             inputs=flow.inputs,
@@ -274,7 +274,7 @@ class Layer:
         projection = last_projection(self.operator)
         if projection is not None:
             return lambda grad: projection.adjoint(grad.to(self.output))
-        if self._is_recorded:
+        if self.is_recorded:
             return lambda grad: to_projection(self.operator, grad.to(self.output))
 
         def run() -> tuple[Tensor | None, Tensor]:
@@ -300,7 +300,7 @@ class Layer:
         """
         # Whether the layer is recorded is known when its operator is built.
         op = self.operator
-        if self._is_recorded:
+        if self.is_recorded:
             return lambda grad: to_cores(op, grad.to(self.output))
 
         def run() -> tuple[list[Tensor], Tensor]:
