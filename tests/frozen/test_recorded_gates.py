@@ -116,3 +116,23 @@ def test_gates_that_are_squares_or_halves_are_counted_once() -> None:
     for gate in (squared, lambda gate: functional.silu(gate) * gate):
         shares = relevance(gated(gate))
         assert float((shares.gap / shares.size).max()) <= 1e-12
+
+
+class Watching:
+    """Counts the calls of a module, and cannot be copied."""
+
+    calls = 0
+
+    def __deepcopy__(self, memo: object) -> "Watching":
+        raise AssertionError("the owner of a hook was copied")
+
+    def __call__(self, *_: object) -> None:
+        self.calls += 1
+
+
+def test_modules_in_low_precision_are_copied_without_the_owners_of_their_hooks() -> None:
+    model = Model(Block(added, Gated(functional.silu))).bfloat16()
+    watching = Watching()
+    model.blocks[0].mixer.projection.register_forward_hook(watching.__call__)
+    shares = relevance(trace(model, ids(), progress=False))
+    assert watching.calls and float((shares.gap / shares.size).max()) <= 1e-2

@@ -1,7 +1,5 @@
 """Find the linear layers that compute an attention's values and output, in a run of its module without numbers."""
 
-import copy
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,6 +7,7 @@ from torch import Tensor, nn
 
 from unilinattn.call import Call, Captured
 from unilinattn.call.attention_interface import Attended, interface
+from unilinattn.call.copies import without_hooks
 
 Affine = tuple[Tensor, Tensor]
 """A weight (out, in) and a bias (out)."""
@@ -55,16 +54,6 @@ def linear_maps(call: Call, seen: Captured, source: str) -> tuple[Affine, Affine
     first = next(((layer, rows) for layer, rows in to_values if rows is not None), None)
     last = next((layer for layer, x, out in ran if _is_whole(x, result) and _is_whole(out, output)), None)
     return None if first is None or last is None else (_rows(call, *first), _rows(call, last, slice(None)))
-
-
-def without_hooks(module: nn.Module, memo: Mapping[int, Any] | None = None) -> nn.Module:
-    """Return a copy of a module without hooks and replaced forwards; `memo` holds replacements by id."""
-    copied = copy.deepcopy(module, dict(memo or {}))
-    for inner in copied.modules():
-        for hooks in (inner._forward_hooks, inner._forward_pre_hooks):
-            hooks.clear()
-        inner.__dict__.pop("forward", None)
-    return copied
 
 
 def _empty(value: Any) -> Any:

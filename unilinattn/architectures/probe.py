@@ -6,9 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from unilinattn.architectures.linear_maps import Affine, linear_maps, without_hooks
+from unilinattn.architectures.linear_maps import Affine, linear_maps
 from unilinattn.call import Call, Captured, package_version
 from unilinattn.call.attention_interface import Attended, cast, interface
+from unilinattn.call.copies import without_hooks
 from unilinattn.call.exactness import relative_error, tolerance
 from unilinattn.errors import UncoveredError
 from unilinattn.operator.flow import Flow

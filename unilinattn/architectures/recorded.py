@@ -1,6 +1,5 @@
 """Modules without an adapter: their operator is read from the functions of torch that they call."""
 
-import copy
 import inspect
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from unilinattn.call import CACHES, Call
 from unilinattn.call.axes import as_tokens, in_shape
+from unilinattn.call.copies import copied
 from unilinattn.call.exactness import layer_tolerance, relative_error
 from unilinattn.call.functions import without_script
 from unilinattn.call.nested import mapped, tensors
@@ -254,7 +254,7 @@ def _promoted(call: Call) -> tuple[nn.Module, dict[str, Any]]:
     """Return the module and its arguments in the operator's dtype; the module itself if it has that dtype."""
     dtype, module = call.input.dtype, call.module
     if any(p.is_floating_point() and p.dtype != dtype for p in (*module.parameters(), *module.buffers())):
-        module = copy.deepcopy(module).to(dtype)
+        module = copied(module).to(dtype)
 
     @cache
     def cast(tensor: Tensor) -> Tensor:

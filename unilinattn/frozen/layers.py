@@ -187,7 +187,8 @@ def _flow(layer: Layer, port: str, x: Tensor) -> Flow:
     if not layer.needs_capture and port == "x":
         return layer.flow_in_run(x)
     stages = layer.operator.chains[port]
-    if layer.is_recorded and port == "x" and not any(stage.role == WHOLE for stage in stages):
+    roles = {stage.role for stage in walk(stages)}
+    if layer.is_recorded and port == "x" and "gate" in roles and WHOLE not in roles:
         # The module runs by its own forward, which this layer replaces in the run.
         with suppress(UncoveredError):
             return isolated(layer.module, lambda: layer.flow_in_run(x))
