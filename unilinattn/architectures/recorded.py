@@ -15,7 +15,7 @@ from unilinattn.call import CACHES, Call
 from unilinattn.call.axes import as_tokens, in_shape
 from unilinattn.call.copies import copied
 from unilinattn.call.exactness import layer_tolerance, relative_error
-from unilinattn.call.functions import without_script
+from unilinattn.call.functions import plain_functions
 from unilinattn.call.nested import mapped, tensors
 from unilinattn.errors import UncoveredError
 from unilinattn.mixers import Gather
@@ -127,7 +127,7 @@ def recorded_stages(call: Call) -> Flow:
     factors = {name: value for name, value in arguments.items() if name != first and name not in streams}
     recording = Recording(module, inputs, factors)
     try:
-        with torch.set_grad_enabled(is_live), without_script(module), visible_functions(module), recording:
+        with torch.set_grad_enabled(is_live), plain_functions(module), visible_functions(module), recording:
             # Hooks of the module itself change what it returns, and the layer is its forward.
             positional, named = _positional(module, arguments)
             returned = module.forward(*positional, **named)
@@ -209,7 +209,7 @@ def _whole(
             return in_shape(value, tensor.shape, call.axes.inputs)
 
         positional, named = _positional(module, {name: mapped(value, entered) for name, value in arguments.items()})
-        with without_script(module):
+        with plain_functions(module):
             output = _main(module.forward(*positional, **named))
         return None if output is None else _output(call, output, transposed=transposed)
 

@@ -1,9 +1,11 @@
 """Functions of other packages by qualified name, replaced by ones that a torch function mode sees."""
 
 import fnmatch
+import inspect
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache, partial, wraps
 from types import BuiltinMethodType, FunctionType, MethodType
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 from torch import nn
 from torch.jit import ScriptFunction
 from torch.overrides import handle_torch_function, has_torch_function
+from torch.utils import checkpoint as checkpoints
 
 from unilinattn.call.entries import Entries
 from unilinattn.call.nested import tensors
@@ -20,6 +23,16 @@ Entry = tuple[dict[str, Any], str]
 
 FUNCTIONS = (FunctionType, MethodType, BuiltinMethodType)
 """Types of the functions that modules have as attributes."""
+
+
+CHECKPOINT = checkpoints.checkpoint
+"""The function of torch that keeps only the inputs of a function for the backward pass."""
+
+_PARAMETERS = inspect.signature(CHECKPOINT).parameters.values()
+_OF_CHECKPOINT = {"preserve_rng_state", *(p.name for p in _PARAMETERS if p.kind is p.KEYWORD_ONLY)}
+"""The names of its options."""
+
+_calls_plainly: ContextVar[bool] = ContextVar("calls_plainly", default=False)
 
 
 class _Scan:
@@ -62,20 +75,26 @@ def visible(meanings: Mapping[str, Any], model: nn.Module, forms: Callable[[type
 
 
 @contextmanager
-def without_script(model: nn.Module) -> Iterator[None]:
-    """Replace functions of TorchScript, whose own calls no mode sees, by the Python functions that they were made of.
+def plain_functions(model: nn.Module) -> Iterator[None]:
+    """Replace functions that hide the code of a model by this code; they are restored at the end.
 
-    These are the functions of the model's packages and the attributes of its modules; they are restored at the end.
+    Functions of TorchScript become the Python functions that they were made of, since no mode sees their own calls. A
+    checkpoint, which runs its function again in the backward pass, outside of modes, becomes a call. Both are replaced
+    in the model's packages and in the attributes of its modules, and a checkpoint in torch too.
     """
     modules = list(model.modules())
     packages = {name.partition(".")[0] for name in _class_modules(modules)}
-    loaded = _scripted(frozenset(packages - {"torch", "builtins"}), _loaded_modules())
+    loaded = _hiding(frozenset(packages - {"torch", "builtins", "unilinattn"}), _loaded_modules())
     # As in `_entries`, a name may be bound again.
-    recent = [*_recent(modules), *map(vars, modules)]
-    entries = [*loaded, *(entry for attributes in recent for entry in _scripted_in(attributes))]
-    scripted = [(attributes, name) for attributes, name in entries if _is_scripted(attributes.get(name))]
-    with _replaced([(attributes, name, attributes[name]._torchdynamo_inline) for attributes, name in scripted]):
-        yield
+    recent = [vars(checkpoints), *_recent(modules), *map(vars, modules)]
+    entries = [*loaded, *(entry for attributes in recent for entry in _hiding_in(attributes))]
+    shown = ((attributes, name, _plain(attributes.get(name))) for attributes, name in entries)
+    token = _calls_plainly.set(True)
+    try:
+        with _replaced([(attributes, name, plain) for attributes, name, plain in shown if plain is not None]):
+            yield
+    finally:
+        _calls_plainly.reset(token)
 
 
 @contextmanager
@@ -95,18 +114,28 @@ def _replaced(functions: Sequence[tuple[dict[str, Any], str, Any]]) -> Iterator[
 
 
 @lru_cache(maxsize=64)
-def _scripted(packages: frozenset[str], loaded: int) -> tuple[Entry, ...]:
-    """Return where loaded modules of packages have functions of TorchScript; `loaded` is that of `_matching`."""
+def _hiding(packages: frozenset[str], loaded: int) -> tuple[Entry, ...]:
+    """Return where loaded modules of packages have functions that hide code; `loaded` is that of `_matching`."""
     modules = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] in packages]
-    return tuple(entry for module in modules for entry in _scripted_in(_attributes(module)))
+    return tuple(entry for module in modules for entry in _hiding_in(_attributes(module)))
 
 
-def _scripted_in(attributes: dict[str, Any]) -> list[Entry]:
-    return [(attributes, name) for name, value in list(attributes.items()) if _is_scripted(value)]
+def _hiding_in(attributes: dict[str, Any]) -> list[Entry]:
+    return [(attributes, name) for name, value in list(attributes.items()) if _plain(value) is not None]
 
 
-def _is_scripted(value: Any) -> bool:
-    return type(value) is ScriptFunction and hasattr(value, "_torchdynamo_inline")
+def _plain(value: Any) -> Callable[..., Any] | None:
+    """Return the plain code of a function that hides it, None for others."""
+    if type(value) is ScriptFunction:
+        return getattr(value, "_torchdynamo_inline", None)
+    return _without_checkpoint if value is CHECKPOINT else None
+
+
+def _without_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call the function of a checkpoint, in this thread; a module that is imported meanwhile keeps this function."""
+    if not _calls_plainly.get():
+        return CHECKPOINT(function, *args, **kwargs)
+    return function(*args, **{name: value for name, value in kwargs.items() if name not in _OF_CHECKPOINT})
 
 
 def _loaded(names: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

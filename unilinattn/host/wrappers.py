@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from unilinattn.call.functions import without_script
+from unilinattn.call.functions import plain_functions
 from unilinattn.errors import InputError, ModelStateError
 
 OPTIMIZED = "_orig_mod"
@@ -55,13 +55,13 @@ def unwrapped(model: Any) -> nn.Module:
 def plain_run(model: nn.Module) -> Iterator[None]:
     """Disable a model's compiled code, checkpoints and caches in this context; the results are the same.
 
-    Compiled code may skip hooks, functions of TorchScript hide those that they call, a checkpoint runs its modules
+    Compiled code may skip hooks, functions of TorchScript hide those that they call, a checkpoint runs its function
     again in the backward pass, and a run would fill the caches. All settings are restored at the end.
     """
     with ExitStack() as stack:
         if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(without_script(model))
+        stack.enter_context(plain_functions(model))
         for module in model.modules():
             if vars(module).get("gradient_checkpointing") is True:
                 stack.callback(setattr, module, "gradient_checkpointing", True)
