@@ -292,6 +292,8 @@ def fit_factors(total: Tensor, summands: Sequence[Tensor]) -> list[float] | None
 
     Every element has to agree up to the rounding of its sum, since in a norm a few large channels would hide the rest.
     """
+    if len(summands) == 2 and _is_plain_sum(total, *summands):
+        return [1.0, 1.0]
     basis, wanted = _scaled([_sample(summand, SAMPLE) for summand in summands], _sample(total, SAMPLE))
     if not bool(torch.isfinite(basis).all() and torch.isfinite(wanted).all()):
         return None
@@ -311,6 +313,12 @@ def fit_factors(total: Tensor, summands: Sequence[Tensor]) -> list[float] | None
     if not all(_agrees(*_scaled([c[rows] for c in columns], sums[rows]), solution, bound) for rows in blocks):
         return None
     return [float(factor) for factor in solution]
+
+
+def _is_plain_sum(total: Tensor, first: Tensor, second: Tensor) -> bool:
+    """Tell whether a total is the sum of two tensors to the bit, and neither of them without the other."""
+    same = torch.equal(total, first.detach() + second.detach()) if first.dtype == second.dtype == total.dtype else False
+    return same and not torch.equal(total, first) and not torch.equal(total, second)
 
 
 def _epsilon(total: Tensor) -> float:
