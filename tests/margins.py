@@ -30,6 +30,7 @@ FACTOR = 2.0
 TESTS = (
     "tests/architectures",
     "tests/operator",
+    "tests/recording",
     "tests/host",
     "tests/discovery",
     "tests/tracing",

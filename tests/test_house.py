@@ -27,6 +27,7 @@ LAYERS = (
     ("mixers", "models", "results"),
     ("operator",),
     ("rules",),
+    ("recording",),
     ("registry",),
     ("architectures", "host"),
     ("discovery",),

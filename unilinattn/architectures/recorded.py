@@ -22,10 +22,10 @@ from unilinattn.mixers import Gather
 from unilinattn.operator.flow import Flow
 from unilinattn.operator.scopes import has_core, scoped
 from unilinattn.operator.stages import Chain, Matrix, channel_groups, walk
+from unilinattn.recording.chains import chains_of
+from unilinattn.recording.frozen_module import frozen_module
+from unilinattn.recording.graph import Recording
 from unilinattn.registry import register_architecture, visible_functions
-from unilinattn.rules.chains import chains_of
-from unilinattn.rules.frozen_module import frozen_module
-from unilinattn.rules.recording import Recording
 
 MANY = 64
 """Largest number of stages that a module without a map takes, rather than one."""

@@ -23,7 +23,7 @@ from unilinattn.operator.carry import current_carry
 from unilinattn.operator.deferred import Deferred
 
 WHOLE = "module"
-"""The role of a module that is one stage (see `rules.frozen_module`)."""
+"""The role of a module that is one stage (see `recording.frozen_module`)."""
 
 ROLES = ("input", "shift", "conv", "act", "core", "skip", "gate", "norm", "output", WHOLE)
 """Roles of stages; scopes are defined by them."""

@@ -1,1 +1,1 @@
-"""Rules of torch's functions: what a function does to the tensors that carry tokens, and which token an element is."""
+"""Rules of torch's functions in frozen runs, and the functions of other packages that mix tokens."""

@@ -13,11 +13,11 @@ from torch import Tensor
 from unilinattn.errors import UncoveredError
 from unilinattn.mixers import Toeplitz
 from unilinattn.operator.stages import Mix
-from unilinattn.rules.compilation import Compilation, is_carried, rule
-from unilinattn.rules.contraction import Product, contracted, equation_letters
-from unilinattn.rules.joins import padded
-from unilinattn.rules.layout import Carried
-from unilinattn.rules.recording import Node
+from unilinattn.recording.compilation import Compilation, is_carried, rule
+from unilinattn.recording.contraction import Product, contracted, equation_letters
+from unilinattn.recording.graph import Node
+from unilinattn.recording.joins import padded
+from unilinattn.recording.layout import Carried
 
 NEW = 100
 """The letter of the axis of the convolution's results."""

@@ -21,11 +21,11 @@ from unilinattn.call.nested import mapped, tensors
 from unilinattn.call.parameters import constant_parameters
 from unilinattn.errors import UncoveredError
 from unilinattn.operator.stages import WHOLE, Chain, Stage
+from unilinattn.recording.graph import is_zero
+from unilinattn.recording.values import Operand, Token, factor_values, summed_axes, values
 from unilinattn.rules.forms import FORMS, carried
 from unilinattn.rules.freezing import Freezing
 from unilinattn.rules.functions import AFFINE, PRODUCTS
-from unilinattn.rules.recording import is_zero
-from unilinattn.rules.values import Operand, Token, factor_values, summed_axes, values
 
 REPEATED = 3
 """Number of equal choices of the value at one call in a loop after which only every power of two of them is made."""

@@ -8,12 +8,12 @@ from torch import Tensor
 
 from unilinattn.errors import UncoveredError
 from unilinattn.operator.stages import Matrix
-from unilinattn.rules.compilation import Compilation, is_carried, rule
-from unilinattn.rules.contraction import Product, contracted, equation_letters, joined, matmul_letters
-from unilinattn.rules.layout import Carried, added, with_last
-from unilinattn.rules.recording import Node
-from unilinattn.rules.spectral import real_inverse
-from unilinattn.rules.values import summed_axes, values
+from unilinattn.recording.compilation import Compilation, is_carried, rule
+from unilinattn.recording.contraction import Product, contracted, equation_letters, joined, matmul_letters
+from unilinattn.recording.graph import Node
+from unilinattn.recording.layout import Carried, added, with_last
+from unilinattn.recording.spectral import real_inverse
+from unilinattn.recording.values import summed_axes, values
 
 NEW = 100
 """The letter of an axis that a carried tensor lacks."""

@@ -12,12 +12,12 @@ from unilinattn.call.axes import Axes
 from unilinattn.errors import UncoveredError
 from unilinattn.mixers import Gather
 from unilinattn.operator.stages import Branch, Chain, Matrix, Mix, Stage, walk
-from unilinattn.rules import convolutions, elementwise, joins, linear, mixing, norms, spectral
-from unilinattn.rules.compilation import Compilation
-from unilinattn.rules.layout import Carried, whole
-from unilinattn.rules.recording import Node
-from unilinattn.rules.regrouping import by_row
-from unilinattn.rules.simplification import simplified
+from unilinattn.recording import convolutions, elementwise, joins, linear, mixing, norms, spectral
+from unilinattn.recording.compilation import Compilation
+from unilinattn.recording.graph import Node
+from unilinattn.recording.layout import Carried, whole
+from unilinattn.recording.regrouping import by_row
+from unilinattn.recording.simplification import simplified
 
 DEEPEST = 100_000
 """Calls of Python inside each other while a module is compiled."""

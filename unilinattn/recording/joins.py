@@ -12,10 +12,10 @@ from torch.nn import functional
 from unilinattn.errors import UncoveredError
 from unilinattn.mixers import Gather
 from unilinattn.operator.stages import Matrix, Mix
-from unilinattn.rules.compilation import Compilation, is_carried, rule
-from unilinattn.rules.layout import Carried
-from unilinattn.rules.recording import Node
-from unilinattn.rules.regrouping import by_row, summed
+from unilinattn.recording.compilation import Compilation, is_carried, rule
+from unilinattn.recording.graph import Node
+from unilinattn.recording.layout import Carried
+from unilinattn.recording.regrouping import by_row, summed
 
 MOST_TERMS = 64
 """Largest number of different values that are joined as a sum of padded ones."""

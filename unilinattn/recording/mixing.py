@@ -9,10 +9,10 @@ from unilinattn.call.functions import meaning_of
 from unilinattn.errors import UncoveredError
 from unilinattn.mixers import Substep
 from unilinattn.operator.stages import Branch, Chain, Matrix, Mix, Scale
-from unilinattn.rules.compilation import MIXING, Compilation, rule
-from unilinattn.rules.layout import Carried, whole
+from unilinattn.recording.compilation import MIXING, Compilation, rule
+from unilinattn.recording.graph import Node
+from unilinattn.recording.layout import Carried, whole
 from unilinattn.rules.mixing_functions import Frame, MixingFunction, unflattened
-from unilinattn.rules.recording import Node
 
 
 @rule(MIXING)

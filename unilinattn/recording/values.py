@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from unilinattn.call.functions import meaning_of
-from unilinattn.rules.contraction import Letters, equation_letters, matmul_letters
+from unilinattn.recording.contraction import Letters, equation_letters, matmul_letters
+from unilinattn.recording.graph import Node
 from unilinattn.rules.mixing_functions import MixingFunction
-from unilinattn.rules.recording import Node
 
 PRODUCTS = ("matmul", "rmatmul", "bmm", "baddbmm", "einsum", "scaled_dot_product_attention")
 """Functions that sum the values of tokens, with weights that depend on tokens too."""

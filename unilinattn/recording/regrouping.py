@@ -11,7 +11,7 @@ import torch
 
 from unilinattn.errors import UncoveredError
 from unilinattn.operator.stages import Matrix, Scale
-from unilinattn.rules.layout import Carried, added
+from unilinattn.recording.layout import Carried, added
 
 SELECTIONS = 256
 """Largest number of selections that are added."""

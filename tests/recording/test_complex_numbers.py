@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.rules.modules import WIDTH
-from tests.rules.test_recorded import LIMIT, draw, operator
+from tests.recording.modules import WIDTH
+from tests.recording.test_recorded import LIMIT, draw, operator
 from unilinattn.errors import UncoveredError
 from unilinattn.operator.stages import WHOLE
-from unilinattn.rules import complex_numbers
+from unilinattn.recording import complex_numbers
 
 LENGTH = 7
 

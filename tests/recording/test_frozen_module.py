@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import unilinattn as ula
-from tests.rules import modules
-from tests.rules.modules import HEADS, TOKENS, WIDTH, Projected
-from tests.rules.test_recorded import LIMIT, draw, operator
+from tests.recording import modules
+from tests.recording.modules import HEADS, TOKENS, WIDTH, Projected
+from tests.recording.test_recorded import LIMIT, draw, operator
 from unilinattn.architectures import recorded as recording
 from unilinattn.errors import UncoveredError
 from unilinattn.operator.stages import WHOLE
-from unilinattn.rules import compilation, frozen_module
+from unilinattn.recording import compilation, frozen_module
 from unilinattn.testing import relative_error
 from unilinattn.testing.hosts import randomize
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.rules.modules import GlobalToken
-from tests.rules.test_recorded import LIMIT, draw, operator
+from tests.recording.modules import GlobalToken
+from tests.recording.test_recorded import LIMIT, draw, operator
 from unilinattn.architectures.recorded import recorded
 from unilinattn.call import Call
 from unilinattn.errors import UncoveredError

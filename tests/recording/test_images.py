@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import Swin2SRConfig, Swin2SRModel
 
-from tests.rules.test_recorded import LIMIT, draw
+from tests.recording.test_recorded import LIMIT, draw
 from unilinattn import explain, trace
 from unilinattn.architectures.recorded import recorded
 from unilinattn.call import Call

@@ -7,14 +7,14 @@ import torch
 from torch.nn import functional
 
 from unilinattn.errors import UncoveredError
-from unilinattn.rules.compilation import Compilation, is_carried, rule
-from unilinattn.rules.convolutions import windows
+from unilinattn.recording.compilation import Compilation, is_carried, rule
+from unilinattn.recording.convolutions import windows
+from unilinattn.recording.graph import Node
+from unilinattn.recording.layout import Carried
+from unilinattn.recording.regrouping import summed
+from unilinattn.recording.values import depends_on_mixed, factor_values
 from unilinattn.rules.functions import HOMOGENEOUS, MOVING, SAME, SLOPES
-from unilinattn.rules.layout import Carried
-from unilinattn.rules.recording import Node
-from unilinattn.rules.regrouping import summed
 from unilinattn.rules.slopes import frozen_slope
-from unilinattn.rules.values import depends_on_mixed, factor_values
 
 
 @rule(*SAME)

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from unilinattn.errors import UncoveredError
 from unilinattn.operator.stages import Center
-from unilinattn.rules.compilation import Compilation, rule
-from unilinattn.rules.contraction import Product, contracted, with_channels
-from unilinattn.rules.layout import Carried, added
-from unilinattn.rules.recording import Node
+from unilinattn.recording.compilation import Compilation, rule
+from unilinattn.recording.contraction import Product, contracted, with_channels
+from unilinattn.recording.graph import Node
+from unilinattn.recording.layout import Carried, added
 
 
 @rule("layer_norm")

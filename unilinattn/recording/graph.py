@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from unilinattn.call.functions import meaning_of
 from unilinattn.call.nested import mapped, tensors
 from unilinattn.errors import UncoveredError
-from unilinattn.rules.complex_numbers import READING, Parts, complex_parts, is_complex, read_part
+from unilinattn.recording.complex_numbers import READING, Parts, complex_parts, is_complex, read_part
 from unilinattn.rules.functions import (
     BLANK,
     COMPOSITE,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.rules import modules
+from tests.recording import modules
 from unilinattn.architectures.recorded import recorded
 from unilinattn.call import Call
 from unilinattn.errors import UncoveredError

@@ -11,11 +11,11 @@ from torch.autograd import forward_ad
 from unilinattn.call.functions import meaning_of
 from unilinattn.errors import UncoveredError
 from unilinattn.operator.stages import Branch, Chain, Scale, run_adjoint
+from unilinattn.recording.graph import Node
+from unilinattn.recording.layout import Carried, whole
+from unilinattn.recording.values import Operand, Token
 from unilinattn.rules.functions import RECURRENT
-from unilinattn.rules.layout import Carried, whole
 from unilinattn.rules.mixing_functions import MixingFunction
-from unilinattn.rules.recording import Node
-from unilinattn.rules.values import Operand, Token
 
 Rule = Callable[..., Carried]
 """Returns the stages of a function's result: `rule(compilation, node, *args, **kwargs)` with its arguments."""

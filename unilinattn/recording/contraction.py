@@ -18,7 +18,7 @@ from torch import Tensor
 from unilinattn.errors import UncoveredError
 from unilinattn.mixers import Dense
 from unilinattn.operator.stages import Matrix, Mix, Scale
-from unilinattn.rules.layout import Carried, added
+from unilinattn.recording.layout import Carried, added
 
 Letters = tuple[int, ...]
 

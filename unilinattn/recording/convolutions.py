@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from unilinattn.errors import UncoveredError
-from unilinattn.rules.compilation import Compilation, rule
-from unilinattn.rules.contraction import Product, contracted
-from unilinattn.rules.joins import along, padded
-from unilinattn.rules.layout import Carried
-from unilinattn.rules.recording import Node
-from unilinattn.rules.regrouping import summed
+from unilinattn.recording.compilation import Compilation, rule
+from unilinattn.recording.contraction import Product, contracted
+from unilinattn.recording.graph import Node
+from unilinattn.recording.joins import along, padded
+from unilinattn.recording.layout import Carried
+from unilinattn.recording.regrouping import summed
 
 TAPS = 128
 """Largest number of taps of a convolution that is written as a sum of shifted copies."""

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import unilinattn as ula
-from tests.rules import scans
-from tests.rules.test_recorded import LIMIT, draw, operator
+from tests.recording import scans
+from tests.recording.test_recorded import LIMIT, draw, operator
 from unilinattn import registry
 from unilinattn.call.entries import Entries
 from unilinattn.call.functions import meaning_of
