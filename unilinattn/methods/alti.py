@@ -7,21 +7,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from unilinattn.kernels.backend import implementation
-from unilinattn.methods.composition import layers_of, product_cost, score_steps, stacked_count
-from unilinattn.methods.costs import estimated
-from unilinattn.methods.heads import head_axis, through_heads
-from unilinattn.methods.joint import Joint
-from unilinattn.methods.latim import residual_of, stream_errors
+from unilinattn.methods.composition import Composition, at_rows, layerwise, product_cost, score_steps, stacked_count
+from unilinattn.methods.heads import through_heads
 from unilinattn.methods.maps import blank_padding, gather_rows, map_shape, sum_on_first
-from unilinattn.methods.results import to_result
-from unilinattn.methods.selection import only_port, reads_own_tokens
-from unilinattn.methods.vectors import (
-    cancellation,
-    contribution_tiles,
-    head_tiles,
-    head_tiles_cost,
-    shares_cost,
-)
+from unilinattn.methods.selection import only_port, reads_own_tokens, residual_of, stream_errors
+from unilinattn.methods.vectors import cancellation, contribution_tiles, head_tiles, head_tiles_cost, shares_cost
 from unilinattn.options import Alti
 from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
@@ -32,74 +22,63 @@ from unilinattn.tracing.trace import Target, Trace
 
 def cost(trace: Trace, options: Alti, *, target: Target | None = None) -> Estimate:
     """Return the cost of `alti`: tiles of vectors, or the vectors of a few rows; composed also that of two maps."""
-    layers = layers_of(trace, options)
-    if options.residual:
-        for layer in layers:
-            residual_of(trace, layer, "alti", options.without_stream)
+    scoring = layerwise(trace, options, target, options.heads)
+    for layer in scoring.layers:
+        _stream(trace, layer, options)
     exact = options.activation == "exact"
-    batch, queries, _ = map_shape(layers[0])
+    batch, queries, _ = map_shape(scoring.layers[0])
 
     def of(layer: Layer) -> int:
         batch, queries, keys = map_shape(layer)
         rows = queries if target is None else 1
         apart = batch * rows * keys * layer.output.element_size() if options.layers == "mean" else 0
         if options.is_through_heads:
-            split = through_heads("alti", layer, options.heads, by_head=options.by_head)
-            return apart + head_tiles_cost(split, rows, exact=exact, products=True)
+            return apart + head_tiles_cost(through_heads(options, layer), rows, exact=exact, products=True)
         return apart + shares_cost((layer,), rows, exact=exact)
 
     # The cancellation of each row, and its share of the residual apart from heads.
     numbers = (2 if options.is_through_heads else 1) * batch * (queries if target is None else 1)
-    extras = stacked_count(trace, options, layers) * numbers * layers[0].output.element_size()
-    if options.compose == "rollout":
-        joint = Joint.of(trace, "alti", layers)
-        of_step, resident = product_cost(
-            joint, layers, target, lambda step: shares_cost(step, step[0].output.shape[1], exact=exact)
+    extras = stacked_count(scoring) * numbers * scoring.layers[0].output.element_size()
+    if isinstance(scoring, Composition):
+        return product_cost(
+            scoring, lambda step: shares_cost(step, step[0].output.shape[1], exact=exact), extras=extras
         )
-        axes = joint.axes(whole=target is None)
-        return estimated(options, layers, target, of_step, resident=resident, extras=extras, axes=axes)
-    axis = head_axis("alti", layers, options.heads) if options.by_head else None
-    return estimated(options, layers, target, of, heads=axis, extras=extras)
+    return scoring.estimate(of, extras=extras)
 
 
 @register_method(Alti, cost=cost)
 def alti(trace: Trace, options: Alti, *, target: Target | None = None) -> Attribution:
     """Run `Alti`."""
-    layers = layers_of(trace, options)
-    errors = stream_errors(trace, layers, "alti", options.without_stream) if options.residual else None
+    scoring = layerwise(trace, options, target, options.heads)
+    errors = stream_errors(trace, scoring.layers, "alti", options.without_stream) if options.residual else None
     ratios: dict[str, Tensor] = {}
     residuals: dict[str, Tensor] = {}
 
     def fill(
         step: Sequence[Layer], rows: Int[Tensor, "batch row"], out: Float[Tensor, "batch *head row key"]
     ) -> Float[Tensor, "batch row"] | None:
-        residual: Tensor | None
+        name, residual = step[0].name, None
         if options.is_through_heads:
-            ratio, residual = _head_mixing(out, trace, step[0], rows, options)
+            ratios[name], residual = _head_mixing(out, trace, step[0], rows, options)
         else:
-            ratio, residual = mixing(out, trace, step, rows, options)
-        ratios[step[0].name] = ratio
+            ratios[name], residual = mixing(out, trace, step, rows, options)
         if residual is not None:
-            residuals[step[0].name] = residual
+            residuals[name] = residual
         return residual
 
-    axis = head_axis("alti", layers, options.heads) if options.by_head else None
-    scores, composed = score_steps(trace, options, layers, target, fill, heads=axis)
+    scores, scale = score_steps(scoring, fill)
+    extras = {"cancellation": at_rows(scoring, ratios), **scale}
     # A step without a share apart has that of its token among the keys.
-    apart = residuals if len(residuals) == len(ratios) else {}
-    return to_result(
-        trace,
-        options,
-        layers,
-        scores,
-        target=target,
-        scope="layer",
-        heads=axis,
-        axes=composed.axes,
-        extras=composed.by_row({"cancellation": ratios, **({"residual": apart} if apart else {})}),
-        scale=composed.scale,
-        stream_error=errors,
-    )
+    if len(residuals) == len(ratios):
+        extras["residual"] = at_rows(scoring, residuals)
+    return scoring.result(scores, scope="layer", extras=extras, stream_error=errors)
+
+
+def _stream(trace: Trace, layer: Layer, options: Alti) -> Float[Tensor, "batch query out"]:
+    """Return the stream that is part of y_i: zeros with residual=False."""
+    if not options.residual:
+        return torch.zeros_like(layer.output)
+    return residual_of(trace, layer, "alti", options.without_stream)
 
 
 def mixing(
@@ -114,11 +93,7 @@ def mixing(
     Returns the rows' cancellation, and the share of each row's own token if that is none of the keys, else None.
     """
     first = step[0]
-    stream = (
-        residual_of(trace, first, "alti", options.without_stream)
-        if options.residual
-        else torch.zeros_like(first.output)
-    )
+    stream = _stream(trace, first, options)
     is_among_keys = reads_own_tokens(trace, first)
     step = [layer.added for layer in step]
     output = sum_on_first([stream, *(layer.multiplier * layer.output for layer in step)])
@@ -165,12 +140,7 @@ def _head_mixing(
     Returns the rows' cancellation and the shares of the residual.
     """
     layer = layer.added
-    split, factor = through_heads("alti", layer, options.heads, by_head=options.by_head), layer.multiplier
-    stream = (
-        residual_of(trace, layer, "alti", options.without_stream)
-        if options.residual
-        else torch.zeros_like(layer.output)
-    )
+    split, factor, stream = through_heads(options, layer), layer.multiplier, _stream(trace, layer, options)
     output = gather_rows(stream + factor * layer.output, rows)
     by_part = out if options.by_head else out.unsqueeze(1)
     sizes, total = output.new_zeros(rows.shape), torch.zeros_like(output)

@@ -14,7 +14,7 @@ from unilinattn.host.logits import Logit, one_each, picked
 from unilinattn.memory import require_result
 from unilinattn.methods.axes import Axes
 from unilinattn.methods.maps import ONE_ROW
-from unilinattn.methods.results import stored_options
+from unilinattn.methods.scoring import stored_options
 from unilinattn.methods.selection import every_position, only_target
 from unilinattn.optional import import_extra
 from unilinattn.options.bases import ScalarOptions

@@ -3,61 +3,126 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from unilinattn.memory import reserved
-from unilinattn.methods.axes import Axes
-from unilinattn.methods.costs import estimated, postprocess_cost, vecmat_cost
-from unilinattn.methods.heads import HeadAxis
+from unilinattn.methods.costs import postprocess_cost, vecmat_cost
+from unilinattn.methods.heads import head_axis
 from unilinattn.methods.joint import Joint, Multiply
 from unilinattn.methods.maps import ONE_ROW, map_blocks, map_shape, vecmat
-from unilinattn.methods.results import allocate_scores, score_layers
 from unilinattn.methods.scaled import LOG2_SCALE, Blocks, ScaledProduct
-from unilinattn.methods.selection import every_position, one_scalar, query_rows, selected_layers, stackable_layers
+from unilinattn.methods.scoring import Fill, Method, Scoring, score_layers
+from unilinattn.methods.selection import (
+    every_position,
+    layers_from,
+    one_scalar,
+    query_rows,
+    selected_layers,
+    stackable_layers,
+)
 from unilinattn.methods.vectors import at_target
 from unilinattn.options.base import Options
-from unilinattn.options.bases import Composable, MapOptions, ScalarOptions
+from unilinattn.options.bases import Composable, Composed, MapOptions, ScalarOptions
 from unilinattn.progress import progress
-from unilinattn.results.estimate import Estimate
+from unilinattn.results.attribution import Attribution
+from unilinattn.results.estimate import Estimate, LayerCost
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Target, Trace
-
-Fill = Callable[
-    [Sequence[Layer], Int[Tensor, "batch row"], Float[Tensor, "batch *head row key"]],
-    Float[Tensor, "batch row"] | None,
-]
-"""Writes the rows of a step's map at some positions into a tensor of zeros.
-
-Returns the share of each row's own token if that is none of the keys, else None.
-"""
 
 Weights = TypeVar("Weights")
 
 
-def layers_of(trace: Trace, options: Composable) -> tuple[Layer, ...]:
-    """Return the layers of a method whose scores are stacked or composed.
+@dataclass(frozen=True, kw_only=True)
+class Composition(Scoring[Method]):
+    """A call of a method that multiplies the maps of its layers, with these maps among the tokens of all streams."""
+
+    joint: Joint
+
+    @property
+    def map_bytes(self) -> int:
+        """The bytes of a map among all tokens."""
+        output = self.layers[0].output
+        return output.shape[0] * self.joint.length**2 * output.element_size()
+
+
+def composition(
+    trace: Trace, options: Options, target: Target | None, layers: Sequence[Layer], *, whole: bool = False
+) -> Composition[Any]:
+    """Return the composition of layers; raise the errors of `Joint.of`.
+
+    `whole`: without a target the queries are all tokens, not only those of the target's stream.
+    """
+    joint = Joint.of(trace, options.name, layers)
+    axes = joint.axes(whole=whole and target is None)
+    return Composition(trace=trace, options=options, target=target, layers=layers, axes=axes, joint=joint)
+
+
+def composition_from(
+    trace: Trace, options: Composed, target: Target | None, *, whole: bool = False
+) -> Composition[Any]:
+    """Return the composition of the layers from `start_layer` on."""
+    return composition(trace, options, target, layers_from(trace, options.name, options.start_layer), whole=whole)
+
+
+def layerwise(
+    trace: Trace, options: Composable, target: Target | None, heads: Any, scope: str = "core"
+) -> Scoring[Any]:
+    """Return the call of a method whose scores are stacked, with an axis of `heads` by head, or composed.
 
     Raises the errors of `selected_layers`, and `UncoveredError` for layers that cannot be stacked or composed.
     """
     if options.compose == "rollout":
-        layers = selected_layers(trace, options.name, options.layers)
-        Joint.of(trace, options.name, layers)
-        return layers
-    return stackable_layers(trace, options.name, options.layers)
+        return composition(trace, options, target, selected_layers(trace, options.name, options.layers), whole=True)
+    layers = stackable_layers(trace, options.name, options.layers)
+    axis = head_axis(options.name, layers, heads, scope) if options.by_head else None
+    return Scoring(trace=trace, options=options, target=target, layers=layers, heads=axis)
 
 
-def product_of_maps(
-    joint: Joint, options: Options, layers: Sequence[Layer], target: Target | None, fill: Fill
-) -> tuple[Float[Tensor, "batch row key"], dict[str, Tensor]]:
+def score_steps(
+    scoring: Scoring[Composable], fill: Fill, *, whole: bool = False
+) -> tuple[Float[Tensor, "*axes"], dict[str, Tensor]]:
+    """Return the scores of each layer as `score_layers` does, or composed the product of the steps' maps and its scale.
+
+    `fill` writes the scores of a layer, or of a step of layers that are composed.
+    """
+    if isinstance(scoring, Composition):
+        return product_of_maps(scoring, fill)
+    return score_layers(scoring, fill, whole=whole), {}
+
+
+def at_rows(scoring: Scoring[Composable], by_layer: Mapping[str, Float[Tensor, "batch _"]]) -> Float[Tensor, "*axes"]:
+    """Return a number for each row of the scores by layer, or by step of a composition; the mean for layers="mean".
+
+    `by_layer`: by the name of a layer, or of the first layer of a step, the numbers of the rows that `fill` wrote.
+    """
+    trace, target, rows = scoring.trace, scoring.target, []
+    for layer in scoring.layers:
+        if (numbers := by_layer.get(layer.name)) is None:
+            continue
+        if isinstance(scoring, Composition):
+            rows.append(scoring.joint.spread(layer, numbers, scoring.joint.rows(target)))
+        else:
+            rows.append(at_target(numbers, trace, layer, target))
+    stacked = torch.stack([each.to(scoring.layers[0].output.device) for each in rows])
+    return stacked.mean(0) if scoring.options.layers == "mean" else stacked
+
+
+def stacked_count(scoring: Scoring[Composable]) -> int:
+    """Return how many layers `at_rows` has: steps if composed, 1 for a mean."""
+    if isinstance(scoring, Composition):
+        return len(scoring.joint.steps)
+    return 1 if scoring.options.layers == "mean" else len(scoring.layers)
+
+
+def product_of_maps(scoring: Composition[Any], fill: Fill) -> tuple[Float[Tensor, "batch row key"], dict[str, Tensor]]:
     """Return P_n ... P_1, or its row of a target, and its scale as extras; `fill` writes the map P of a step."""
-    method = options.name
-    product = _identity(joint, options, layers, target)
-    size = joint_bytes(joint, layers) + product.values.nbytes
-    with reserved(size, f"{method}: the map of a step and its product", ONE_ROW):
+    joint, method, target = scoring.joint, scoring.options.name, scoring.target
+    product = _identity(scoring)
+    with reserved(scoring.map_bytes + product.values.nbytes, f"{method}: the map of a step and its product", ONE_ROW):
         for step in progress(joint.steps if target is None else joint.steps[::-1], method):
             mixing = step[0].output.new_zeros(map_shape(step[0]))
             residual = fill(step, query_rows(joint.trace, step[0]), mixing)
@@ -69,85 +134,22 @@ def product_of_maps(
     return finished(product, joint, joint.rows(target))
 
 
-@dataclass(frozen=True)
-class Composed:
-    """The labels of the scores of `score_steps`.
-
-    Attributes:
-        axes: the queries and keys of composed scores, None for those of layers.
-        scale: the extras of a product.
-        by_row: returns extras of the rows that were filled, by name and layer, at the rows of the scores.
-    """
-
-    axes: Axes | None
-    scale: dict[str, Tensor]
-    by_row: Callable[[Mapping[str, Mapping[str, Tensor]]], dict[str, dict[str, Tensor]]]
-
-
-def score_steps(
-    trace: Trace,
-    options: Composable,
-    layers: Sequence[Layer],
-    target: Target | None,
-    fill: Fill,
-    *,
-    heads: HeadAxis | None = None,
-    whole: bool = False,
-) -> tuple[Float[Tensor, "*axes"], Composed]:
-    """Return the scores of each layer as `score_layers` does, or composed the product of the steps' maps.
-
-    `fill` writes the scores of a layer, or of a step of layers that are composed.
-    """
-    by_name = {layer.name: layer for layer in layers}
-    if options.compose == "rollout":
-        joint = Joint.of(trace, options.name, layers)
-        scores, scale = product_of_maps(joint, options, layers, target, fill)
-        rows = joint.rows(target)
-
-        def spread(extras: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
-            return {
-                name: joint.spread([(by_name[layer], numbers) for layer, numbers in each.items()], rows)
-                for name, each in extras.items()
-            }
-
-        return scores, Composed(joint.axes(whole=target is None), scale, spread)
-
-    def rows_of(extras: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
-        return {
-            name: {layer: at_target(numbers, trace, by_name[layer], target) for layer, numbers in each.items()}
-            for name, each in extras.items()
-        }
-
-    scores = score_layers(trace, options, layers, target, fill, heads=heads, whole=whole)
-    return scores, Composed(None, {}, rows_of)
-
-
-def stacked_count(trace: Trace, options: Composable, layers: Sequence[Layer]) -> int:
-    """Return how many layers have extras in the result of `score_steps`: steps if composed, 1 for a mean."""
-    if options.compose == "rollout":
-        return len(Joint.of(trace, options.name, layers).steps)
-    return 1 if options.layers == "mean" else len(layers)
-
-
 def product_cost(
-    joint: Joint, layers: Sequence[Layer], target: Target | None, cost: Callable[[Sequence[Layer]], int]
-) -> tuple[Callable[[Layer], int], int]:
-    """Return the bytes of each layer in `product_of_maps` and those held throughout; `cost` is that of a map."""
-    step_of = {layer.name: step for step in joint.steps for layer in step}
+    scoring: Composition[Any],
+    cost: Callable[[Sequence[Layer]], int],
+    *,
+    resident: int = 0,
+    extras: int = 0,
+    before: Sequence[LayerCost] = (),
+) -> Estimate:
+    """Return the cost of `product_of_maps`; `cost` is that of a step's map, and the others are those of `estimate`."""
+    step_of = {layer.name: step for step in scoring.joint.steps for layer in step}
+    resident += (2 if scoring.target is None else 1) * scoring.map_bytes
+    return scoring.estimate(lambda layer: cost(step_of[layer.name]), resident=resident, extras=extras, before=before)
 
-    return lambda layer: cost(step_of[layer.name]), (2 if target is None else 1) * joint_bytes(joint, layers)
 
-
-def joint_bytes(joint: Joint, layers: Sequence[Layer]) -> int:
-    """Return the bytes of a map among all tokens of a composition."""
-    output = layers[0].output
-    return output.shape[0] * joint.length**2 * output.element_size()
-
-
-def rollout_of_maps(
-    trace: Trace, options: MapOptions, layers: Sequence[Layer], target: Target | None
-) -> tuple[Joint, Float[Tensor, "batch row key"], dict[str, Tensor]]:
-    """Return A_n ... A_1 with A = I + the sum of the maps of a step's layers, or its row of a target, and its scale.
+def rollout_of_maps(scoring: Composition[MapOptions]) -> Attribution:
+    """Return A_n ... A_1 with A = I + the sum of the maps of a step's layers, or its row of a target.
 
     The scale is an extra of the result, for a product beyond the range of its dtype (see `ScaledProduct`). Layers of
     several streams are composed among the tokens of all of them (see `Joint`).
@@ -155,8 +157,8 @@ def rollout_of_maps(
     For a target only its row is multiplied by the maps: in linear time and without any map, if the options keep the
     plain mean over heads.
     """
-    joint = Joint.of(trace, options.name, layers)
-    product = _identity(joint, options, layers, target)
+    trace, joint, options, target = scoring.trace, scoring.joint, scoring.options, scoring.target
+    product = _identity(scoring)
     if target is None:
         _add_maps(product, joint, options.name, lambda layer: map_blocks(trace, layer, options))
     else:
@@ -166,64 +168,60 @@ def rollout_of_maps(
             return vecmat(row, trace, layer, options, target=rows)
 
         _multiply_rows(product, joint, options.name, multiply)
-    return joint, *finished(product, joint, joint.rows(target))
+    rho, scale = finished(product, joint, joint.rows(target))
+    return scoring.result(rho, scope=options.scope, extras=scale)
 
 
-def rollout_cost(trace: Trace, options: MapOptions, layers: Sequence[Layer], target: Target | None) -> Estimate:
+def rollout_cost(scoring: Composition[MapOptions]) -> Estimate:
     """Return the cost of `rollout_of_maps`: a second product and blocks of a map, or the pass of a row."""
-    joint = Joint.of(trace, options.name, layers)
-
-    cost = partial(postprocess_cost if target is None else vecmat_cost, options=options)
-    resident = joint_bytes(joint, layers) if target is None else 0
-    return estimated(options, layers, target, cost, resident=resident, axes=joint.axes(whole=target is None))
+    one_row = scoring.target is not None
+    cost = partial(vecmat_cost if one_row else postprocess_cost, options=scoring.options)
+    return scoring.estimate(cost, resident=0 if one_row else scoring.map_bytes)
 
 
 def weighted_rollout(
-    joint: Joint,
-    options: ScalarOptions,
-    layers: Sequence[Layer],
-    target: Target | None,
+    scoring: Composition[ScalarOptions],
+    scope: str,
     weigh: Callable[[Sequence[Target]], Iterable[Weights]],
     multiply: Callable[
         [Weights, Int[Tensor, "batch row"], Float[Tensor, "batch row query"], Layer], Float[Tensor, "batch row key"]
     ],
     blocks: Callable[[Weights, Layer], Blocks] | None = None,
-) -> tuple[Float[Tensor, "batch row key"], dict[str, Tensor]]:
+) -> Attribution:
     """Return B_n ... B_1 with B = I + the sum of the weighted maps of a step's layers, and its scale as extras.
 
     Without a target row i has the weights of the scalar at position i, unless all positions have one scalar. The
     queries are those of the last layer's stream.
 
     Args:
-        joint: the layers that are composed.
-        options: the method, whose scalar the weights are of.
-        layers: the layers of the method.
-        target: the only row to compute.
+        scoring: the call, with the method whose scalar the weights are of.
+        scope: scope of the maps.
         weigh: yields the weights of each target.
         multiply: returns rows, at these positions, times the weighted map of a layer.
         blocks: yields the weighted map of a layer in blocks of rows, for rows that all have the same weights; by
             default these are multiplied by the maps as rows, too.
     """
-    trace, method = joint.trace, options.name
-    product = ScaledProduct(allocate_scores(options, layers, target, axes=joint.axes(whole=False)))
+    trace, joint, target, method = scoring.trace, scoring.joint, scoring.target, scoring.options.name
+    product = ScaledProduct(scoring.allocate())
     every = joint.rows(None)[:, joint.slot(trace.target_stream)] if target is None else joint.rows(target)
     # One scalar has one gradient, so the maps of a step are the same for all rows and are multiplied once.
-    shared = target is None and one_scalar(trace, options.scalar)
+    shared = target is None and one_scalar(trace, scoring.options.scalar)
     if shared and blocks is not None and len(joint.streams) == 1:
         product.values.scatter_(2, every.unsqueeze(-1), 1.0)
         (weights,) = weigh([-1])
         _add_maps(product, joint, method, partial(blocks, weights))
-        return finished(product, joint, every)
-    targets = [target] if target is not None else [-1] if shared else every_position(trace)
-    several = len(targets) > 1
-    weighted = zip(targets, weigh(targets), strict=True)
-    for position, weights in progress(weighted, method, total=len(targets)) if several else weighted:
-        positions = query_rows(trace, trace.layers[-1], None if shared else position)
-        rows = ScaledProduct(joint.unit_rows(every if shared else joint.rows(position)))
-        # The bar counts targets, or the steps of a single one.
-        _multiply_rows(rows, joint, None if several else method, partial(multiply, weights, positions))
-        product.write(positions if target is None else torch.zeros_like(positions), rows)
-    return finished(product, joint, every)
+    else:
+        targets = [target] if target is not None else [-1] if shared else every_position(trace)
+        several = len(targets) > 1
+        weighted = zip(targets, weigh(targets), strict=True)
+        for position, weights in progress(weighted, method, total=len(targets)) if several else weighted:
+            positions = query_rows(trace, trace.layers[-1], None if shared else position)
+            rows = ScaledProduct(joint.unit_rows(every if shared else joint.rows(position)))
+            # The bar counts targets, or the steps of a single one.
+            _multiply_rows(rows, joint, None if several else method, partial(multiply, weights, positions))
+            product.write(positions if target is None else torch.zeros_like(positions), rows)
+    rho, scale = finished(product, joint, every)
+    return scoring.result(rho, scope=scope, extras=scale)
 
 
 def finished(
@@ -247,6 +245,6 @@ def _multiply_rows(rows: ScaledProduct, joint: Joint, bar: str | None, multiply:
         rows.left_multiply(partial(joint.through, step, multiply))
 
 
-def _identity(joint: Joint, options: Options, layers: Sequence[Layer], target: Target | None) -> ScaledProduct:
-    scores = allocate_scores(options, layers, target, axes=joint.axes(whole=target is None))
-    return ScaledProduct(scores.scatter_(2, joint.rows(target).unsqueeze(-1), 1.0))
+def _identity(scoring: Composition[Any]) -> ScaledProduct:
+    rows = scoring.joint.rows(scoring.target)
+    return ScaledProduct(scoring.allocate().scatter_(2, rows.unsqueeze(-1), 1.0))

@@ -1,66 +1,19 @@
 """Estimates of a method's memory before it runs; each method's file states its cost."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from unilinattn.memory import allowed, without
-from unilinattn.methods.axes import Axes
-from unilinattn.methods.heads import HeadAxis
 from unilinattn.methods.maps import head_elements, map_bytes, map_shape, postprocess_bytes, postprocess_elements
-from unilinattn.methods.results import result_shape
 from unilinattn.methods.selection import mixing_operator
-from unilinattn.operator.cost import apply_elements, left_multiply_elements, map_cut
+from unilinattn.operator.cost import left_multiply_elements, map_cut
 from unilinattn.operator.selection import checked_heads
-from unilinattn.options.base import Options
 from unilinattn.options.bases import MapOptions, ScalarOptions
-from unilinattn.results.estimate import Estimate, LayerCost
+from unilinattn.results.estimate import LayerCost
 from unilinattn.tracing.layer import Layer
-from unilinattn.tracing.trace import Target, Trace
-
-
-def estimated(
-    options: Options,
-    layers: Sequence[Layer],
-    target: Target | None,
-    cost: Callable[[Layer], int],
-    *,
-    heads: HeadAxis | None = None,
-    resident: int = 0,
-    extras: int = 0,
-    before: Sequence[LayerCost] = (),
-    axes: Axes | None = None,
-) -> Estimate:
-    """Return the estimate of a method, given the cost of each layer and the memory shared by all layers.
-
-    Args:
-        options: the method.
-        layers: the layers of the method.
-        target: the method's target.
-        cost: returns the bytes of a layer.
-        heads: the head axis of the scores, if they have one.
-        resident: bytes in addition to the result from the first layer to the last.
-        extras: bytes of the result's extras.
-        before: costs of the work before the first layer.
-        axes: the queries and keys of the scores, by default those of the first layer.
-    """
-    sizes, dtype = result_shape(options, layers, target, heads, axes)
-    shape = tuple(sizes.values())
-    costs = list(before)
-    with without(resident):
-        for layer in layers:
-            size = cost(layer)
-            # The check of each layer against the host's output.
-            if layer.prefix_error is None:
-                op = mixing_operator(layer)
-                size = max(size, apply_elements(op.chains, op.inputs) * layer.output.element_size())
-            costs.append(LayerCost(layer.name, layer.kind, size))
-    shape = shape if target is None else (*shape[:-2], shape[-1])
-    result = torch.Size(shape).numel() * dtype.itemsize + extras
-    return Estimate(options.name, shape, result, resident, tuple(costs), allowed())
+from unilinattn.tracing.trace import Trace
 
 
 def gradient_passes(trace: Trace, options: ScalarOptions) -> list[LayerCost]:

@@ -8,6 +8,7 @@ from unilinattn.errors import OptionError, UncoveredError
 from unilinattn.methods.selection import mixing_operator, only_port
 from unilinattn.operator.heads import HeadContributions
 from unilinattn.operator.selection import checked_heads, chosen_heads
+from unilinattn.options.bases import ThroughHeads
 from unilinattn.tracing.layer import Layer
 
 
@@ -52,6 +53,7 @@ def selected_heads(method: str, layer: Layer, heads: Any, scope: str = "core") -
     return indices
 
 
-def through_heads(method: str, layer: Layer, heads: int | Sequence[int] | None, *, by_head: bool) -> HeadContributions:
+def through_heads(options: ThroughHeads, layer: Layer) -> HeadContributions:
     """Return the contributions through heads of a layer's core, each apart if `by_head`, else summed."""
-    return HeadContributions.of(only_port(layer), selected_heads(method, layer, heads), joint=not by_head)
+    heads = selected_heads(options.name, layer, options.heads)
+    return HeadContributions.of(only_port(layer), heads, joint=not options.by_head)

@@ -1,6 +1,6 @@
 """`Joint`: the maps of layers on several streams as maps of one sequence, the tokens of one stream after the other."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from unilinattn.errors import UncoveredError
 from unilinattn.methods.axes import Axes
-from unilinattn.methods.maps import gather_rows, sum_on_first
+from unilinattn.methods.maps import sum_on_first
 from unilinattn.methods.scaled import Blocks
 from unilinattn.methods.selection import begins_stream, composable_steps, query_rows, streams_of
 from unilinattn.tracing.layer import Layer
@@ -145,12 +145,9 @@ class Joint:
             scores.masked_fill_(~mask.gather(1, rows.to(scores.device))[:, :, None], 0)
 
     def spread(
-        self, numbers: Iterable[tuple[Layer, Float[Tensor, "batch _"]]], rows: Int[Tensor, "batch row"]
-    ) -> dict[str, Float[Tensor, "batch row"]]:
-        """Return the numbers of each layer's queries at some rows of all tokens, 0 at tokens of other streams."""
-        spread = {}
-        for layer, values in numbers:
-            wide = values.new_zeros(len(values), self.length)
-            wide[:, self.written(layer)] = values
-            spread[layer.name] = gather_rows(wide.unsqueeze(-1), rows.to(wide.device)).squeeze(-1)
-        return spread
+        self, layer: Layer, numbers: Float[Tensor, "batch _"], rows: Int[Tensor, "batch row"]
+    ) -> Float[Tensor, "batch row"]:
+        """Return the numbers of a layer's queries at some rows of all tokens, 0 at tokens of other streams."""
+        wide = numbers.new_zeros(len(numbers), self.length)
+        wide[:, self.written(layer)] = numbers
+        return wide.gather(1, rows.to(wide.device))

@@ -10,9 +10,8 @@ from unilinattn.errors import InputError, OptionError, UncoveredError
 from unilinattn.host.logits import one_each, picked
 from unilinattn.memory import require_result
 from unilinattn.methods.axes import stream_mask
-from unilinattn.methods.joint import Joint
+from unilinattn.methods.composition import composition
 from unilinattn.methods.maps import ONE_ROW
-from unilinattn.methods.results import make_result
 from unilinattn.methods.selection import selected_layers, streams_of
 from unilinattn.operator.edges import Edges, Listed, Outgoing
 from unilinattn.options import Knockout
@@ -32,8 +31,9 @@ TOKENS = 4096
 def knockout(trace: Trace, options: Knockout, *, target: Target | None = None) -> Attribution:
     """Run `Knockout`."""
     layers = selected_layers(trace, "knockout", options.layers)
-    joint = Joint.of(trace, "knockout", layers)
     layers = tuple(layer for layer in trace.layers if layer in layers)
+    scoring = composition(trace, options, target, layers)
+    joint = scoring.joint
     replace = options.replace
     assert isinstance(replace, str | Trace)
     measured = _Measured(trace, target, options)
@@ -74,8 +74,7 @@ def knockout(trace: Trace, options: Knockout, *, target: Target | None = None) -
         scores.masked_fill_(~trace.layers[-1].mask.to(scores.device)[:, :, None], 0)
     scores = scores if options.window is not None else scores[0]
     dims = (*(("layer",) if options.window is not None else ()), "batch", *(("query",) if has_queries else ()), "key")
-    axes = joint.axes(whole=False)
-    return make_result(trace, options, layers, scores, dims=dims, target=target, scope="layer", axes=axes)
+    return scoring.result(scores, scope="layer", dims=dims)
 
 
 class _Measured:

@@ -1,27 +1,19 @@
 """`latim`: the norm of each token's contribution to each output, a vector through the whole layer."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from unilinattn.errors import OptionError, StreamError, UncoveredError
-from unilinattn.methods.composition import layers_of, product_cost, score_steps, stacked_count
-from unilinattn.methods.costs import estimated
-from unilinattn.methods.heads import head_axis, through_heads
-from unilinattn.methods.joint import Joint
+from unilinattn.errors import OptionError, UncoveredError
+from unilinattn.methods.composition import Composition, at_rows, layerwise, product_cost, score_steps, stacked_count
+from unilinattn.methods.heads import through_heads
 from unilinattn.methods.maps import gather_rows, map_shape, postprocess_, postprocess_bytes, sum_on_first
-from unilinattn.methods.results import to_result
-from unilinattn.methods.selection import begins_stream, only_port, reads_own_tokens, real_pairs
+from unilinattn.methods.selection import only_port, reads_own_tokens, real_pairs, residual_of, stream_errors
 from unilinattn.methods.sketch import exact_norms, sketch_cost, sketched_form, standard_errors
-from unilinattn.methods.vectors import (
-    cancellation,
-    contribution_tiles,
-    head_tiles,
-    head_tiles_cost,
-    shares_cost,
-)
+from unilinattn.methods.vectors import cancellation, contribution_tiles, head_tiles, head_tiles_cost, shares_cost
 from unilinattn.options import Latim
 from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
@@ -30,10 +22,29 @@ from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Target, Trace
 
 
+class Filled(NamedTuple):
+    """Numbers of the rows of a step whose scores are written.
+
+    Attributes:
+        bias: the norms of the bias.
+        error: the decomposition error of the step.
+        cancellation: see `vectors.cancellation`.
+        residual: the score of each row's own token if that is none of the keys and the residual is scored, else None.
+        standard_error: the standard errors of estimated scores.
+    """
+
+    bias: Float[Tensor, "batch row"]
+    error: float
+    cancellation: Float[Tensor, "batch row"]
+    residual: Float[Tensor, "batch row"] | None = None
+    standard_error: Float[Tensor, "batch row"] | None = None
+
+
 def cost(trace: Trace, options: Latim, *, target: Target | None = None) -> Estimate:
     """Return the cost of `latim`: tiles of vectors, or the vectors of a few rows; composed also that of two maps."""
     _refuse_sketch_of_row(options, target)
-    layers = layers_of(trace, options)
+    scoring = layerwise(trace, options, target, options.heads)
+    layers = scoring.layers
     if options.residual:
         for layer in layers:
             residual_of(trace, layer, "latim", options.without_stream)
@@ -46,7 +57,7 @@ def cost(trace: Trace, options: Latim, *, target: Target | None = None) -> Estim
         copied = options.layers == "mean" or target is not None
         apart = batch * rows * keys * layer.output.element_size() if copied else 0
         if options.is_through_heads:
-            split = through_heads("latim", layer, options.heads, by_head=options.by_head)
+            split = through_heads(options, layer)
             apart *= split.count
             size = head_tiles_cost(split, rows, exact=exact, products=False)
         elif options.sketch is not None:
@@ -62,105 +73,44 @@ def cost(trace: Trace, options: Latim, *, target: Target | None = None) -> Estim
 
     # The norms of the bias, the cancellation, and the standard errors; the decomposition error of each layer.
     numbers = (1 + (options.bias == "column") + (options.sketch is not None)) * batch
-    count = stacked_count(trace, options, layers)
+    count = stacked_count(scoring)
     extras = count * numbers * (queries if target is None else 1) * width
     extras += 8 * (len(layers) if options.layers == "mean" else count)
-    axis = head_axis("latim", layers, options.heads) if options.by_head else None
-    if options.compose == "rollout":
-        joint = Joint.of(trace, "latim", layers)
-        of_layer, resident = product_cost(joint, layers, target, of_step)
-        axes = joint.axes(whole=target is None)
-        return estimated(options, layers, target, of_layer, resident=resident, extras=extras, axes=axes)
-    return estimated(options, layers, target, of, heads=axis, extras=extras)
+    if isinstance(scoring, Composition):
+        return product_cost(scoring, of_step, extras=extras)
+    return scoring.estimate(of, extras=extras)
 
 
 @register_method(Latim, cost=cost)
 def latim(trace: Trace, options: Latim, *, target: Target | None = None) -> Attribution:
     """Run `Latim`."""
     _refuse_sketch_of_row(options, target)
-    layers = layers_of(trace, options)
-    stream_error = stream_errors(trace, layers, "latim", options.without_stream) if options.residual else None
-    biases: dict[str, Tensor] = {}
-    ratios: dict[str, Tensor] = {}
-    errors: dict[str, float] = {}
-    deviations: dict[str, Tensor] = {}
-
-    residuals: dict[str, Tensor] = {}
+    scoring = layerwise(trace, options, target, options.heads)
+    stream_error = None
+    if options.residual:
+        stream_error = stream_errors(trace, scoring.layers, "latim", options.without_stream)
+    filled: dict[str, Filled] = {}
 
     def fill(
         step: Sequence[Layer], rows: Int[Tensor, "batch row"], out: Float[Tensor, "batch *head row key"]
     ) -> Float[Tensor, "batch row"] | None:
-        name, residual = step[0].name, None
         if options.is_through_heads:
-            biases[name], errors[name], ratios[name] = _fill_heads(out, trace, step[0], rows, options)
+            numbers = _fill_heads(out, trace, step[0], rows, options)
         elif options.sketch is not None:
-            bias, error, ratio, deviations[name] = _fill_sketch(out, trace, step[0], rows, options)
-            biases[name], errors[name], ratios[name] = bias, error, ratio
+            numbers = _fill_sketch(out, trace, step[0], rows, options)
         else:
-            biases[name], errors[name], ratios[name], residual = _fill(out, trace, step, rows, options)
-        if residual is not None:
-            residuals[name] = residual
-        return residual
+            numbers = _fill(out, trace, step, rows, options)
+        filled[step[0].name] = numbers
+        return numbers.residual
 
-    axis = head_axis("latim", layers, options.heads) if options.by_head else None
     # The map's minimum and maximum need the whole map.
-    whole = options.normalize == "min-max"
-    scores, composed = score_steps(trace, options, layers, target, fill, heads=axis, whole=whole)
-    extras = {
-        **({"bias": biases} if options.bias == "column" else {}),
-        "cancellation": ratios,
-        **({"residual": residuals} if residuals and len(residuals) == len(ratios) else {}),
-    }
-    return to_result(
-        trace,
-        options,
-        layers,
-        scores,
-        target=target,
-        scope="layer",
-        heads=axis,
-        axes=composed.axes,
-        extras=composed.by_row(extras) | ({"standard_error": deviations} if options.sketch is not None else {}),
-        scale=composed.scale,
-        decomposition_error=errors,
-        stream_error=stream_error,
-    )
-
-
-def stream_errors(trace: Trace, layers: Sequence[Layer], method: str, remedy: str = "") -> dict[str, float]:
-    """Return the `stream_error` of each layer's step by the layer's name, without modules that contain their residual.
-
-    Raises `StreamError`, which ends with `remedy`, if an error exceeds the rounding of the host's dtype.
-    """
-    errors = {}
-    for layer in layers:
-        step = next(step for step in trace.steps if any(layer is other for other in step.layers))
-        error, allowed = step.stream_error(), step.stream_tolerance()
-        if error is None:
-            continue
-        if not error <= allowed:
-            names = " and ".join(other.name for other in step.layers)
-            raise StreamError(
-                f"{method}: the residual stream and the output of {names} do not add up to the next stream of "
-                f"{trace.model}: the relative error is {error:.1e}, and {allowed:.0e} is accepted. The "
-                f"host may have written into its stream after the layer.{remedy}"
-            )
-        errors[layer.name] = error
-    return errors
-
-
-def residual_of(trace: Trace, layer: Layer, method: str, remedy: str = "") -> Float[Tensor, "batch query out"]:
-    """Return the stream that the host adds to a layer's output, zeros for one that begins a stream.
-
-    Raises `UncoveredError`, which ends with `remedy`, if the trace found none.
-    """
-    if layer.residual is None and begins_stream(trace, layer):
-        return torch.zeros_like(layer.output)
-    if layer.residual is None:
-        raise UncoveredError(
-            f"{method} needs the stream that the host adds to the output of {layer.name}; {layer.no_residual}.{remedy}"
-        )
-    return layer.residual
+    scores, extras = score_steps(scoring, fill, whole=options.normalize == "min-max")
+    for extra in ("bias", "cancellation", "residual", "standard_error"):
+        numbers = {name: getattr(each, extra) for name, each in filled.items()}
+        if None not in numbers.values() and (extra != "bias" or options.bias == "column"):
+            extras[extra] = at_rows(scoring, numbers)
+    errors = {name: each.error for name, each in filled.items()}
+    return scoring.result(scores, scope="layer", extras=extras, decomposition_error=errors, stream_error=stream_error)
 
 
 def _fill(
@@ -169,11 +119,8 @@ def _fill(
     step: Sequence[Layer],
     rows: Int[Tensor, "batch row"],
     options: Latim,
-) -> tuple[Float[Tensor, "batch row"], float, Float[Tensor, "batch row"], Float[Tensor, "batch row"] | None]:
-    """Write the scores of a step; return the norms of its bias, its decomposition error and its cancellation.
-
-    Also returns the score of each row's own token if that is none of the keys and the residual is scored, else None.
-    """
+) -> Filled:
+    """Write the scores of a step."""
     if options.residual:
         step = [layer.added for layer in step]
     layer, ops = step[0], [only_port(layer) for layer in step]
@@ -205,7 +152,7 @@ def _fill(
         postprocess_(out, trace, layer, rows, discard=options.discard, normalize=options.normalize)
     output = sum_on_first(factor * other.output for other, factor in zip(step, factors, strict=True))
     ratio = cancellation(sizes, total, options.p, layer, rows)
-    return *_checked(bias, total + bias, output, layer, rows, options.p), ratio, residual
+    return Filled(*_checked(bias, total + bias, output, layer, rows, options.p), ratio, residual)
 
 
 def _with_residual(
@@ -248,11 +195,8 @@ def _fill_sketch(
     layer: Layer,
     rows: Int[Tensor, "batch query"],
     options: Latim,
-) -> tuple[Float[Tensor, "batch query"], float, Float[Tensor, "batch query"], Float[Tensor, "batch query"]]:
-    """Write estimates of the scores of a layer; return the values of `_fill`, and the standard errors of the rows.
-
-    The decomposition error is that of the projected vectors.
-    """
+) -> Filled:
+    """Write estimates of the scores of a layer; the decomposition error is that of the projected vectors."""
     assert options.sketch is not None
     op, (form, small, sketch) = only_port(layer), sketched_form(layer, options.sketch, options.seed)
     total = layer.output.new_zeros(*rows.shape, options.sketch)
@@ -274,7 +218,7 @@ def _fill_sketch(
     _, error = _checked(bias @ sketch.mT, *projected, layer, rows, 2.0)
     ratio = cancellation(sizes, layer.output - bias, 2.0, layer, rows)
     real = torch.ones_like(deviation) if layer.mask is None else layer.mask.to(deviation)
-    return torch.linalg.vector_norm(bias, dim=-1) * real, error, ratio, deviation * real
+    return Filled(torch.linalg.vector_norm(bias, dim=-1) * real, error, ratio, standard_error=deviation * real)
 
 
 def _fill_heads(
@@ -283,9 +227,9 @@ def _fill_heads(
     layer: Layer,
     rows: Int[Tensor, "batch row"],
     options: Latim,
-) -> tuple[Float[Tensor, "batch row"], float, Float[Tensor, "batch row"]]:
-    """Write the scores through heads of a layer; return the values of `_fill`."""
-    split = through_heads("latim", layer, options.heads, by_head=options.by_head)
+) -> Filled:
+    """Write the scores through heads of a layer."""
+    split = through_heads(options, layer)
     op, by_part = split.operator, out if options.by_head else out.unsqueeze(1)
     sizes, total = layer.output.new_zeros(rows.shape), layer.output.new_zeros(*rows.shape, layer.output.shape[-1])
     for span, tile in head_tiles(split, 1.0, rows, options.activation):
@@ -299,7 +243,7 @@ def _fill_heads(
     # The bias, a residual inside the module and the other heads.
     others = op.decomposed_output(options.activation) - split.output(options.activation)
     ratio = cancellation(sizes, total, options.p, layer, rows)
-    return *_checked(bias, total + gather_rows(others, rows), layer.output, layer, rows, options.p), ratio
+    return Filled(*_checked(bias, total + gather_rows(others, rows), layer.output, layer, rows, options.p), ratio)
 
 
 def _checked(

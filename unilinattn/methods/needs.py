@@ -18,12 +18,13 @@ from unilinattn.kernels.precision import full_precision
 from unilinattn.methods.captum_run import TokenFunction, captum
 from unilinattn.methods.gradient_maps import core_mixers
 from unilinattn.methods.joint import Joint
-from unilinattn.methods.latim import residual_of, stream_errors
 from unilinattn.methods.selection import (
     only_target,
     query_rows,
+    residual_of,
     selected_layers,
     stackable_layers,
+    stream_errors,
     stream_groups,
     streams_of,
 )

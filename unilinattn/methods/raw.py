@@ -5,11 +5,10 @@ from collections.abc import Sequence
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from unilinattn.methods.composition import layers_of, rollout_cost, rollout_of_maps
-from unilinattn.methods.costs import estimated, map_cost
-from unilinattn.methods.heads import head_axis
+from unilinattn.methods.composition import Composition, layerwise, rollout_cost, rollout_of_maps
+from unilinattn.methods.costs import map_cost
 from unilinattn.methods.maps import attention_rows, fill_attention, map_shape, postprocess_, postprocess_bytes
-from unilinattn.methods.results import score_layers, to_result
+from unilinattn.methods.scoring import score_layers
 from unilinattn.methods.selection import mixing_operator
 from unilinattn.operator.cost import heads_cut, rows_elements
 from unilinattn.options import Raw
@@ -22,10 +21,10 @@ from unilinattn.tracing.trace import Target, Trace
 
 def cost(trace: Trace, options: Raw, *, target: Target | None = None) -> Estimate:
     """Return the cost of `raw`: blocks of a map or a few rows, and their postprocessing; or that of `rollout`."""
-    layers = layers_of(trace, options)
-    if options.compose == "rollout":
-        return rollout_cost(trace, options, layers, target)
-    axis = head_axis("raw", layers, options.selected_heads, options.scope) if options.by_head else None
+    scoring = layerwise(trace, options, target, options.selected_heads, options.scope)
+    if isinstance(scoring, Composition):
+        return rollout_cost(scoring)
+    axis = scoring.heads
 
     def of(layer: Layer) -> int:
         batch, queries, keys = map_shape(layer)
@@ -40,19 +39,16 @@ def cost(trace: Trace, options: Raw, *, target: Target | None = None) -> Estimat
             size = map_cost(layer, options) if axis is None else heads_cut(scope)[2]
         return apart + max(size, postprocess_bytes((batch, rows, keys), width, options.discard))
 
-    return estimated(options, layers, target, of, heads=axis)
+    return scoring.estimate(of)
 
 
 @register_method(Raw, cost=cost)
 def raw(trace: Trace, options: Raw, *, target: Target | None = None) -> Attribution:
     """Run `Raw`."""
-    layers = layers_of(trace, options)
-    if options.compose == "rollout":
-        joint, rho, scale = rollout_of_maps(trace, options, layers, target)
-        axes = joint.axes(whole=target is None)
-        return to_result(trace, options, layers, rho, target=target, scope=options.scope, axes=axes, scale=scale)
-
-    axis = head_axis("raw", layers, options.selected_heads, options.scope) if options.by_head else None
+    scoring = layerwise(trace, options, target, options.selected_heads, options.scope)
+    if isinstance(scoring, Composition):
+        return rollout_of_maps(scoring)
+    axis = scoring.heads
 
     def fill(step: Sequence[Layer], rows: Int[Tensor, "batch row"], out: Float[Tensor, "batch *head row key"]) -> None:
         (layer,) = step
@@ -71,5 +67,5 @@ def raw(trace: Trace, options: Raw, *, target: Target | None = None) -> Attribut
             )
 
     # The map's minimum and maximum need the whole map.
-    scores = score_layers(trace, options, layers, target, fill, heads=axis, whole=options.normalize == "min-max")
-    return to_result(trace, options, layers, scores, target=target, scope=options.scope, heads=axis)
+    scores = score_layers(scoring, fill, whole=options.normalize == "min-max")
+    return scoring.result(scores, scope=options.scope)

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from unilinattn.errors import OptionError, UncoveredError, nearest
+from unilinattn.errors import OptionError, StreamError, UncoveredError, nearest
 from unilinattn.host.logits import Logit, has_logits, logits_of
 from unilinattn.methods.axes import stream_mask
 from unilinattn.operator.operator import MixerOperator
@@ -128,6 +128,42 @@ def begins_stream(trace: Trace, layer: Layer) -> bool:
     is_resized = written.shape[1] != read.shape[1]
     is_widened = len(written.layers) == 1 and layer.input.shape[-1] != layer.output.shape[-1]
     return is_first and layer.stream is None and (is_taken or is_resized or is_widened)
+
+
+def stream_errors(trace: Trace, layers: Sequence[Layer], method: str, remedy: str = "") -> dict[str, float]:
+    """Return the `stream_error` of each layer's step by the layer's name, without modules that contain their residual.
+
+    Raises `StreamError`, which ends with `remedy`, if an error exceeds the rounding of the host's dtype.
+    """
+    errors = {}
+    for layer in layers:
+        step = next(step for step in trace.steps if any(layer is other for other in step.layers))
+        error, allowed = step.stream_error(), step.stream_tolerance()
+        if error is None:
+            continue
+        if not error <= allowed:
+            names = " and ".join(other.name for other in step.layers)
+            raise StreamError(
+                f"{method}: the residual stream and the output of {names} do not add up to the next stream of "
+                f"{trace.model}: the relative error is {error:.1e}, and {allowed:.0e} is accepted. The "
+                f"host may have written into its stream after the layer.{remedy}"
+            )
+        errors[layer.name] = error
+    return errors
+
+
+def residual_of(trace: Trace, layer: Layer, method: str, remedy: str = "") -> Float[Tensor, "batch query out"]:
+    """Return the stream that the host adds to a layer's output, zeros for one that begins a stream.
+
+    Raises `UncoveredError`, which ends with `remedy`, if the trace found none.
+    """
+    if layer.residual is None and begins_stream(trace, layer):
+        return torch.zeros_like(layer.output)
+    if layer.residual is None:
+        raise UncoveredError(
+            f"{method} needs the stream that the host adds to the output of {layer.name}; {layer.no_residual}.{remedy}"
+        )
+    return layer.residual
 
 
 def stream_groups(trace: Trace) -> list[tuple[int, ...]]:
