@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -10,16 +9,13 @@ from torch import Tensor
 
 from unilinattn.aligned import aligned
 from unilinattn.analysis.maps import candidate_keys, row_distributions
-from unilinattn.analysis.pictures import Paint, Where, draw, lines
+from unilinattn.analysis.pictures import Figure, Paint, Where, draw, lines
 from unilinattn.errors import InputError, OptionError, UncoveredError
 from unilinattn.methods.selection import only_port
 from unilinattn.operator.edges import is_causal
 from unilinattn.operator.selection import Heads
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Trace
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 HELD = 16
 """Elements of four bytes held for each entry of a block: about eight tensors in float64."""
@@ -74,7 +70,7 @@ class MapStatistics:
         head = f"MapStatistics, scope {self.scope}, memory of {self.within:.0%}"
         return f"{head}\n{aligned(rows, right=range(2, len(rows[0])))}"
 
-    def plot(self, where: Where = None) -> "Figure":
+    def plot(self, where: Where = None) -> Figure:
         """Draw each statistic against the relative depth, a line for each model."""
         panels: list[Paint] = []
         for name, unit in STATISTICS.items():
