@@ -7,11 +7,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from unilinattn.analysis.cores import Core, core_of
+from unilinattn.analysis.cores import core_of
 from unilinattn.analysis.pictures import Figure, Where, draw, heat_map
 from unilinattn.errors import InputError
 from unilinattn.kernels.precision import full_precision
 from unilinattn.memory import require_result
+from unilinattn.methods.cores import Core
 from unilinattn.mixers.base import query_of
 from unilinattn.tracing.layer import Layer
 

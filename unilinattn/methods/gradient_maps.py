@@ -11,6 +11,7 @@ from unilinattn.kernels.reduced_map.tiled import ROWS
 from unilinattn.kernels.row_product.naive import Sign, apply_sign
 from unilinattn.memory import allowed, rows_within
 from unilinattn.methods.composition import Composition, weighted_rollout
+from unilinattn.methods.cores import cores
 from unilinattn.methods.costs import gradient_passes
 from unilinattn.methods.maps import map_shape, sum_on_first
 from unilinattn.methods.scaled import Blocks
@@ -18,7 +19,7 @@ from unilinattn.methods.selection import one_scalar, only_port, query_rows, real
 from unilinattn.mixers import CoreMixer
 from unilinattn.mixers.cost import cost_of
 from unilinattn.operator.cost import BLOCK_ROWS
-from unilinattn.operator.stages import Branch, Chain, Mix, walk
+from unilinattn.operator.stages import Branch, Chain, Mix
 from unilinattn.options.bases import GradientMapOptions, ScalarOptions
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.estimate import Estimate
@@ -77,27 +78,26 @@ def weighted_blocks(
     v are the core's values. A head sums the products of its parallel cores, such as the directions of a bidirectional
     layer.
     """
-    cores = _cores(layer)
-    if any(len(g) != len(cores) for g in factors):
+    every_core = cores(layer)
+    if any(len(g) != len(every_core) for g in factors):
         raise UncoveredError(
-            f"the gradients at the {len(cores)} cores of {layer.name} ({layer.kind}) are unknown, because its values "
-            "and gates are constants in its operator; use 'contribution' or 'rollout'."
+            f"the gradients at the {len(every_core)} cores of {layer.name} ({layer.kind}) are unknown, because its "
+            "values and gates are constants in its operator; use 'contribution' or 'rollout'."
         )
-    rows, step = block_shape(layer, [mixer for mixer, _ in cores])
-    every, heads = query_rows(trace, layer), cores[0][0].heads
-    values = [v.unflatten(2, (heads, -1)) for _, v in cores]
-    gradients = [[g[core].unflatten(2, (heads, -1)) for g in factors] for core in range(len(cores))]
+    rows, step = block_shape(layer, [core.mixer for core in every_core])
+    every, heads = query_rows(trace, layer), every_core[0].mixer.heads
+    gradients = [[g[index].unflatten(2, (heads, -1)) for g in factors] for index in range(len(every_core))]
     for start in range(0, every.shape[1], rows):
         span = slice(start, min(start + rows, every.shape[1]))
-        total = layer.output.new_zeros(every.shape[0], span.stop - start, values[0].shape[1])
+        total = layer.output.new_zeros(every.shape[0], span.stop - start, every_core[0].value.shape[1])
         for first in range(0, heads, step):
             some = slice(first, min(first + step, heads))
             products = []
-            for (mixer, _), v, weights in zip(cores, values, gradients, strict=True):
-                product = mixer.tile(span, slice(None), some)
+            for core, weights in zip(every_core, gradients, strict=True):
+                product = core.mixer.tile(span, slice(None), some)
                 # Several gradients weight each entry in turn, so one weight of all pairs is held at a time.
                 for g in weights:
-                    product = product * torch.einsum("bihp,bjhp->bhij", g[:, span, some], v[:, :, some])
+                    product = product * torch.einsum("bihp,bjhp->bhij", g[:, span, some], core.value[:, :, some])
                 products.append(product)
             total += apply_sign(sign, sum_on_first(products)).sum(1)
         yield span, (total / heads).masked_fill(~real_pairs(trace, layer, every[:, span]), 0)
@@ -152,22 +152,6 @@ def _parallel(chain: Chain, name: str) -> list[CoreMixer]:
             )
         mixers += inner
     return mixers
-
-
-def _cores(layer: Layer) -> list[tuple[CoreMixer, Float[Tensor, "batch key channel"]]]:
-    """Return a layer's parallel cores with their values on the observed input."""
-    op = only_port(layer)
-    return _with_values(op.chains[op.ports[0]], op.inputs[op.ports[0]].to(op.output.dtype))
-
-
-def _with_values(chain: Chain, x: Tensor) -> list[tuple[CoreMixer, Tensor]]:
-    for stage in chain:
-        if isinstance(stage, Mix) and stage.role == "core":
-            return [(stage.mixer, x)]
-        if isinstance(stage, Branch) and any(inner.role == "core" and inner.mixes for inner in walk([stage])):
-            return [core for branch in stage.chains for core in _with_values(branch, x)]
-        x = stage.apply(x)
-    return []
 
 
 def gradient_rollout_cost(scoring: Composition[GradientMapOptions], *, factors: int, relevance: int = 0) -> Estimate:
