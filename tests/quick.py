@@ -20,7 +20,8 @@ SLOW = (
 
 NUMERIC = (
     *("tests/architectures/", "tests/frozen/", "tests/host/", "tests/kernels/", "tests/laws/", "tests/methods/"),
-    *("tests/discovery/", "tests/mixers/", "tests/operator/", "tests/reruns/", "tests/rules/", "tests/tracing/"),
+    *("tests/discovery/", "tests/mixers/", "tests/operator/", "tests/reruns/", "tests/rules/", "tests/scoring/"),
+    "tests/tracing/",
 )
 """Rooms whose tests ask one question of many hosts or structures."""
 

@@ -32,6 +32,7 @@ LAYERS = (
     ("discovery",),
     ("tracing",),
     ("frozen", "reruns"),
+    ("scoring",),
     ("methods",),
     ("examples",),
     ("evaluation",),

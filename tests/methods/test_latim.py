@@ -25,7 +25,7 @@ from tests.methods.hosts import (
 from unilinattn.errors import MemoryLimitError, UncoveredError
 from unilinattn.memory import max_memory
 from unilinattn.methods import latim
-from unilinattn.methods.vectors import cancellation
+from unilinattn.scoring.vectors import cancellation
 from unilinattn.testing.promote import promoted
 from unilinattn.tracing.layer import Step
 from unilinattn.tracing.trace import trace as trace_of

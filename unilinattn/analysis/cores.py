@@ -1,7 +1,7 @@
 """One of the core mixers of a layer, by its number."""
 
 from unilinattn.errors import OptionError
-from unilinattn.methods.cores import Core, cores
+from unilinattn.scoring.cores import Core, cores
 from unilinattn.tracing.layer import Layer
 
 

@@ -5,7 +5,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from unilinattn.errors import InputError
-from unilinattn.methods.selection import query_rows, real_pairs
+from unilinattn.scoring.selection import query_rows, real_pairs
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Trace
 

@@ -17,9 +17,9 @@ from unilinattn.errors import InputError, UncoveredError
 from unilinattn.evaluation.metrics import rank_correlation
 from unilinattn.host.labels import token_text
 from unilinattn.memory import reserved
-from unilinattn.methods.maps import map_bytes
-from unilinattn.methods.selection import only_port
 from unilinattn.operator.edges import is_causal
+from unilinattn.scoring.maps import map_bytes
+from unilinattn.scoring.selection import only_port
 from unilinattn.tracing.trace import Trace
 
 

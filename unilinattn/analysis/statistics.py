@@ -11,9 +11,9 @@ from unilinattn.aligned import aligned
 from unilinattn.analysis.maps import candidate_keys, row_distributions
 from unilinattn.analysis.pictures import Figure, Paint, Where, draw, lines
 from unilinattn.errors import InputError, OptionError, UncoveredError
-from unilinattn.methods.selection import only_port
 from unilinattn.operator.edges import is_causal
 from unilinattn.operator.selection import Heads
+from unilinattn.scoring.selection import only_port
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Trace
 

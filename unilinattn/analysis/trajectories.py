@@ -12,8 +12,8 @@ from unilinattn.analysis.pictures import Figure, Where, draw, heat_map
 from unilinattn.errors import InputError
 from unilinattn.kernels.precision import full_precision
 from unilinattn.memory import require_result
-from unilinattn.methods.cores import Core
 from unilinattn.mixers.base import query_of
+from unilinattn.scoring.cores import Core
 from unilinattn.tracing.layer import Layer
 
 

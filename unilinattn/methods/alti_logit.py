@@ -11,10 +11,15 @@ from unilinattn.errors import ExactnessError, UncoveredError
 from unilinattn.frozen.run import frozen
 from unilinattn.memory import reserved
 from unilinattn.methods.alti import mixing
-from unilinattn.methods.composition import Composition, composition, product_cost
 from unilinattn.methods.logit import write_rows
-from unilinattn.methods.maps import ONE_ROW, gather_rows, map_shape, sum_on_first
-from unilinattn.methods.selection import (
+from unilinattn.options import Alti, AltiLogit
+from unilinattn.progress import progress
+from unilinattn.registry import register_method
+from unilinattn.results.attribution import Attribution
+from unilinattn.results.estimate import Estimate, LayerCost
+from unilinattn.scoring.composition import Composition, composition, product_cost
+from unilinattn.scoring.maps import ONE_ROW, gather_rows, map_shape, sum_on_first
+from unilinattn.scoring.selection import (
     begins_stream,
     every_position,
     layers_from,
@@ -25,12 +30,7 @@ from unilinattn.methods.selection import (
     stream_errors,
     streams_of,
 )
-from unilinattn.methods.vectors import contribution_tiles, shares_cost
-from unilinattn.options import Alti, AltiLogit
-from unilinattn.progress import progress
-from unilinattn.registry import register_method
-from unilinattn.results.attribution import Attribution
-from unilinattn.results.estimate import Estimate, LayerCost
+from unilinattn.scoring.vectors import contribution_tiles, shares_cost
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Target, Trace
 

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 
-from unilinattn.methods.composition import composition_from
-from unilinattn.methods.gradient_maps import Factors, core_gradients, gradient_rollout, gradient_rollout_cost
 from unilinattn.options import AttentionGrad
 from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.estimate import Estimate
+from unilinattn.scoring.composition import composition_from
+from unilinattn.scoring.gradient_maps import Factors, core_gradients, gradient_rollout, gradient_rollout_cost
 from unilinattn.tracing.trace import Target, Trace
 
 

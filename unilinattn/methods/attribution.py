@@ -10,15 +10,15 @@ from torch import Tensor
 
 from unilinattn.errors import UncoveredError
 from unilinattn.memory import reserved
-from unilinattn.methods.composition import composition_from, weighted_rollout
-from unilinattn.methods.costs import gradient_passes, head_cost, map_cost, postprocess_cost, vecmat_cost
-from unilinattn.methods.maps import ONE_ROW, Weight, attention_map, map_blocks, map_bytes, vecmat
-from unilinattn.methods.scaled import Blocks
-from unilinattn.methods.selection import mixing_operator, one_scalar, reads_own_tokens
 from unilinattn.options import weighted
 from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.estimate import Estimate
+from unilinattn.scoring.composition import composition_from, weighted_cost, weighted_rollout
+from unilinattn.scoring.costs import head_cost, map_cost, postprocess_cost, vecmat_cost
+from unilinattn.scoring.maps import ONE_ROW, Weight, attention_map, map_blocks, map_bytes, vecmat
+from unilinattn.scoring.scaled import Blocks
+from unilinattn.scoring.selection import mixing_operator, one_scalar, reads_own_tokens
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Target, Trace
 
@@ -47,7 +47,7 @@ def cost(trace: Trace, options: weighted.Attribution, *, target: Target | None =
             return vecmat_cost(layer, options)
         return max(vecmat_cost(layer, options, computed=True), map_cost(layer, options))
 
-    return scoring.estimate(of, resident=resident, before=gradient_passes(trace, options))
+    return weighted_cost(scoring, of, resident=resident)
 
 
 @register_method(weighted.Attribution, cost=cost)

@@ -6,16 +6,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from unilinattn.kernels.row_product.naive import Sign, apply_sign
-from unilinattn.methods.composition import composition_from, weighted_rollout
-from unilinattn.methods.costs import gradient_passes
-from unilinattn.methods.maps import map_shape
-from unilinattn.methods.selection import key_mask, one_scalar, only_port, query_rows
-from unilinattn.methods.vectors import contribution_tiles, shares_cost
 from unilinattn.operator.cost import apply_elements
 from unilinattn.options import Contribution
 from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.estimate import Estimate
+from unilinattn.scoring.composition import composition_from, weighted_cost, weighted_rollout
+from unilinattn.scoring.maps import map_shape
+from unilinattn.scoring.selection import key_mask, one_scalar, only_port, query_rows
+from unilinattn.scoring.vectors import contribution_tiles, shares_cost
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Target, Trace
 
@@ -37,7 +36,7 @@ def cost(trace: Trace, options: Contribution, *, target: Target | None = None) -
         return shares_cost((layer,), map_shape(layer)[1], exact=True)
 
     resident = sum(layer.output.nbytes for layer in trace.layers)
-    return scoring.estimate(of, resident=resident, before=gradient_passes(trace, options))
+    return weighted_cost(scoring, of, resident=resident)
 
 
 @register_method(Contribution, cost=cost)

@@ -1,9 +1,9 @@
 """`gradient`: the gradient of a logit with respect to each token's vector, by captum."""
 
-from unilinattn.methods.captum_run import Scores, TokenFunction, captum, explained
 from unilinattn.options import Gradient
 from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
+from unilinattn.scoring.captum_run import Scores, TokenFunction, captum, explained
 from unilinattn.tracing.trace import Target, Trace
 
 

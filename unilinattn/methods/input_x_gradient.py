@@ -1,9 +1,9 @@
 """`input_x_gradient`: each token's vector times the gradient of a logit, by captum."""
 
-from unilinattn.methods.captum_run import Scores, TokenFunction, captum, explained
 from unilinattn.options import InputXGradient
 from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
+from unilinattn.scoring.captum_run import Scores, TokenFunction, captum, explained
 from unilinattn.tracing.trace import Target, Trace
 
 

@@ -1,10 +1,10 @@
 """`integrated_gradients`: gradients along the path from a baseline to the tokens' vectors, by captum."""
 
 from unilinattn.host.isolation import in_gradient_mode
-from unilinattn.methods.captum_run import Scores, TokenFunction, captum, explained, relative_gap
 from unilinattn.options import IntegratedGradients
 from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
+from unilinattn.scoring.captum_run import Scores, TokenFunction, captum, explained, relative_gap
 from unilinattn.tracing.trace import Target, Trace
 
 

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from unilinattn.errors import OptionError
 from unilinattn.host.isolation import in_gradient_mode
-from unilinattn.methods.captum_run import Scores, TokenFunction, captum, explained, relative_gap
 from unilinattn.options import KernelShap
 from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
+from unilinattn.scoring.captum_run import Scores, TokenFunction, captum, explained, relative_gap
 from unilinattn.tracing.trace import Target, Trace
 
 

@@ -9,10 +9,6 @@ from torch import Tensor
 from unilinattn.errors import InputError, OptionError, UncoveredError
 from unilinattn.host.logits import one_each, picked
 from unilinattn.memory import require_result
-from unilinattn.methods.axes import stream_mask
-from unilinattn.methods.composition import composition
-from unilinattn.methods.maps import ONE_ROW
-from unilinattn.methods.selection import selected_layers, streams_of
 from unilinattn.operator.edges import Edges, Listed, Outgoing
 from unilinattn.options import Knockout
 from unilinattn.progress import progress
@@ -20,6 +16,9 @@ from unilinattn.registry import register_method
 from unilinattn.reruns.cut import Cut
 from unilinattn.reruns.rerun import Rerun, rerun
 from unilinattn.results.attribution import Attribution
+from unilinattn.scoring.composition import composition
+from unilinattn.scoring.maps import ONE_ROW
+from unilinattn.scoring.selection import selected_layers, stream_mask, streams_of
 from unilinattn.tracing.token_streams import TokenStream
 from unilinattn.tracing.trace import Target, Trace
 

@@ -8,16 +8,22 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from unilinattn.errors import OptionError, UncoveredError
-from unilinattn.methods.composition import Composition, at_rows, layerwise, product_cost, score_steps, stacked_count
-from unilinattn.methods.heads import through_heads
-from unilinattn.methods.maps import gather_rows, map_shape, postprocess_, postprocess_bytes, sum_on_first
-from unilinattn.methods.selection import only_port, reads_own_tokens, real_pairs, residual_of, stream_errors
 from unilinattn.methods.sketch import exact_norms, sketch_cost, sketched_form, standard_errors
-from unilinattn.methods.vectors import cancellation, contribution_tiles, head_tiles, head_tiles_cost, shares_cost
 from unilinattn.options import Latim
 from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.estimate import Estimate
+from unilinattn.scoring.composition import Composition, at_rows, layerwise, product_cost, score_steps, stacked_count
+from unilinattn.scoring.maps import gather_rows, map_shape, postprocess_, postprocess_bytes, sum_on_first
+from unilinattn.scoring.selection import only_port, reads_own_tokens, real_pairs, residual_of, stream_errors
+from unilinattn.scoring.vectors import (
+    cancellation,
+    contribution_tiles,
+    head_tiles,
+    head_tiles_cost,
+    shares_cost,
+    through_heads,
+)
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Target, Trace
 

@@ -10,15 +10,15 @@ from torch import Tensor
 
 from unilinattn.frozen.run import By, FrozenRun, frozen
 from unilinattn.frozen.shares import Shares
-from unilinattn.methods.axes import Axes
-from unilinattn.methods.scoring import Scoring
-from unilinattn.methods.selection import every_position, layers_from, only_target
 from unilinattn.options import Logit
 from unilinattn.options.bases import ScalarOptions
 from unilinattn.progress import progress
 from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.estimate import Estimate, LayerCost
+from unilinattn.scoring.base import Scoring
+from unilinattn.scoring.joint import Axes
+from unilinattn.scoring.selection import every_position, layers_from, only_target
 from unilinattn.tracing.token_streams import streams_read
 from unilinattn.tracing.trace import Target, Trace
 

@@ -15,10 +15,16 @@ from unilinattn.frozen.run import frozen
 from unilinattn.host.isolation import in_gradient_mode
 from unilinattn.host.logits import Logit
 from unilinattn.kernels.precision import full_precision
-from unilinattn.methods.captum_run import TokenFunction, captum
-from unilinattn.methods.gradient_maps import core_mixers
-from unilinattn.methods.joint import Joint
-from unilinattn.methods.selection import (
+from unilinattn.operator.edges import Outgoing
+from unilinattn.options.base import Need
+from unilinattn.registry import Method, list_methods
+from unilinattn.reruns.cut import Cut
+from unilinattn.reruns.embedded import EmbeddedModel
+from unilinattn.reruns.rerun import rerun
+from unilinattn.scoring.captum_run import TokenFunction, captum
+from unilinattn.scoring.gradient_maps import core_mixers
+from unilinattn.scoring.joint import Joint
+from unilinattn.scoring.selection import (
     only_target,
     query_rows,
     residual_of,
@@ -28,13 +34,7 @@ from unilinattn.methods.selection import (
     stream_groups,
     streams_of,
 )
-from unilinattn.methods.vectors import contribution_tiles
-from unilinattn.operator.edges import Outgoing
-from unilinattn.options.base import Need
-from unilinattn.registry import Method, list_methods
-from unilinattn.reruns.cut import Cut
-from unilinattn.reruns.embedded import EmbeddedModel
-from unilinattn.reruns.rerun import rerun
+from unilinattn.scoring.vectors import contribution_tiles
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Target, Trace
 

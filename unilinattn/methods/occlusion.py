@@ -3,10 +3,10 @@
 from torch import Tensor
 
 from unilinattn.errors import OptionError
-from unilinattn.methods.captum_run import Scores, TokenFunction, captum, explained
 from unilinattn.options import Occlusion
 from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
+from unilinattn.scoring.captum_run import Scores, TokenFunction, captum, explained
 from unilinattn.tracing.trace import Target, Trace
 
 

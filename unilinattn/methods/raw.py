@@ -5,16 +5,16 @@ from collections.abc import Sequence
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from unilinattn.methods.composition import Composition, layerwise, rollout_cost, rollout_of_maps
-from unilinattn.methods.costs import map_cost
-from unilinattn.methods.maps import attention_rows, fill_attention, map_shape, postprocess_, postprocess_bytes
-from unilinattn.methods.scoring import score_layers
-from unilinattn.methods.selection import mixing_operator
 from unilinattn.operator.cost import heads_cut, rows_elements
 from unilinattn.options import Raw
 from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.estimate import Estimate
+from unilinattn.scoring.base import score_layers
+from unilinattn.scoring.composition import Composition, layerwise, rollout_cost, rollout_of_maps
+from unilinattn.scoring.costs import map_cost
+from unilinattn.scoring.maps import attention_rows, fill_attention, map_shape, postprocess_, postprocess_bytes
+from unilinattn.scoring.selection import mixing_operator
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Target, Trace
 

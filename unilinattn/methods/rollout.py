@@ -1,10 +1,10 @@
 """`rollout`: the product of the layers' attention maps, each plus the identity for the residual stream."""
 
-from unilinattn.methods.composition import composition_from, rollout_cost, rollout_of_maps
 from unilinattn.options import Rollout
 from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.estimate import Estimate
+from unilinattn.scoring.composition import composition_from, rollout_cost, rollout_of_maps
 from unilinattn.tracing.trace import Target, Trace
 
 

@@ -5,10 +5,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from unilinattn.methods.captum_run import Scores, TokenFunction, captum, explained
 from unilinattn.options import Smoothgrad
 from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
+from unilinattn.scoring.captum_run import Scores, TokenFunction, captum, explained
 from unilinattn.tracing.trace import Target, Trace
 
 

@@ -7,13 +7,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from unilinattn.frozen.run import FrozenRun, frozen
-from unilinattn.methods.composition import composition_from
-from unilinattn.methods.gradient_maps import AtCores, Factors, core_gradients, gradient_rollout, gradient_rollout_cost
 from unilinattn.options import TransformerAttribution
 from unilinattn.options.bases import GradientMapOptions
 from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.estimate import Estimate
+from unilinattn.scoring.composition import composition_from
+from unilinattn.scoring.gradient_maps import AtCores, Factors, core_gradients, gradient_rollout, gradient_rollout_cost
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Target, Trace
 

@@ -10,13 +10,17 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from unilinattn.memory import reserved
-from unilinattn.methods.costs import postprocess_cost, vecmat_cost
-from unilinattn.methods.heads import head_axis
-from unilinattn.methods.joint import Joint, Multiply
-from unilinattn.methods.maps import ONE_ROW, map_blocks, map_shape, vecmat
-from unilinattn.methods.scaled import LOG2_SCALE, Blocks, ScaledProduct
-from unilinattn.methods.scoring import Fill, Method, Scoring, score_layers
-from unilinattn.methods.selection import (
+from unilinattn.options.base import Options
+from unilinattn.options.bases import Composable, Composed, MapOptions, ScalarOptions
+from unilinattn.progress import progress
+from unilinattn.results.attribution import Attribution
+from unilinattn.results.estimate import Estimate, LayerCost
+from unilinattn.scoring.base import Fill, Method, Scoring, score_layers
+from unilinattn.scoring.costs import postprocess_cost, vecmat_cost
+from unilinattn.scoring.joint import Joint, Multiply
+from unilinattn.scoring.maps import ONE_ROW, map_blocks, map_shape, vecmat
+from unilinattn.scoring.scaled import LOG2_SCALE, Blocks, ScaledProduct
+from unilinattn.scoring.selection import (
     every_position,
     layers_from,
     one_scalar,
@@ -24,12 +28,7 @@ from unilinattn.methods.selection import (
     selected_layers,
     stackable_layers,
 )
-from unilinattn.methods.vectors import at_target
-from unilinattn.options.base import Options
-from unilinattn.options.bases import Composable, Composed, MapOptions, ScalarOptions
-from unilinattn.progress import progress
-from unilinattn.results.attribution import Attribution
-from unilinattn.results.estimate import Estimate, LayerCost
+from unilinattn.scoring.vectors import at_target, head_axis
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Target, Trace
 
@@ -177,6 +176,13 @@ def rollout_cost(scoring: Composition[MapOptions]) -> Estimate:
     one_row = scoring.target is not None
     cost = partial(vecmat_cost if one_row else postprocess_cost, options=scoring.options)
     return scoring.estimate(cost, resident=0 if one_row else scoring.map_bytes)
+
+
+def weighted_cost(scoring: Composition[ScalarOptions], cost: Callable[[Layer], int], *, resident: int) -> Estimate:
+    """Return the cost of `weighted_rollout`; the model's gradients come before the first layer."""
+    passes = scoring.trace.gradient_cost(scoring.options.scalar)
+    gradients = LayerCost("gradients", "forward and backward pass", passes)
+    return scoring.estimate(cost, resident=resident, before=[gradients])
 
 
 def weighted_rollout(

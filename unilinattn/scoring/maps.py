@@ -12,7 +12,8 @@ from torch import Tensor
 from unilinattn.kernels.row_product.naive import Sign, apply_sign
 from unilinattn.memory import parts as slices
 from unilinattn.memory import require, rows_within
-from unilinattn.methods.selection import (
+from unilinattn.options.bases import MapOptions
+from unilinattn.scoring.selection import (
     key_mask,
     mixing_operator,
     query_rows,
@@ -20,7 +21,6 @@ from unilinattn.methods.selection import (
     real_pairs,
     streams_of,
 )
-from unilinattn.options.bases import MapOptions
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Trace
 

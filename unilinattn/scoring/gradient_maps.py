@@ -10,12 +10,6 @@ from unilinattn.errors import UncoveredError
 from unilinattn.kernels.reduced_map.tiled import ROWS
 from unilinattn.kernels.row_product.naive import Sign, apply_sign
 from unilinattn.memory import allowed, rows_within
-from unilinattn.methods.composition import Composition, weighted_rollout
-from unilinattn.methods.cores import cores
-from unilinattn.methods.costs import gradient_passes
-from unilinattn.methods.maps import map_shape, sum_on_first
-from unilinattn.methods.scaled import Blocks
-from unilinattn.methods.selection import one_scalar, only_port, query_rows, real_pairs
 from unilinattn.mixers import CoreMixer
 from unilinattn.mixers.cost import cost_of
 from unilinattn.operator.cost import BLOCK_ROWS
@@ -23,6 +17,11 @@ from unilinattn.operator.stages import Branch, Chain, Mix
 from unilinattn.options.bases import GradientMapOptions, ScalarOptions
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.estimate import Estimate
+from unilinattn.scoring.composition import Composition, weighted_cost, weighted_rollout
+from unilinattn.scoring.cores import cores
+from unilinattn.scoring.maps import map_shape, sum_on_first
+from unilinattn.scoring.scaled import Blocks
+from unilinattn.scoring.selection import one_scalar, only_port, query_rows, real_pairs
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Target, Trace
 
@@ -171,4 +170,4 @@ def gradient_rollout_cost(scoring: Composition[GradientMapOptions], *, factors: 
         rows, heads = block_shape(layer, mixers, None)
         return block_bytes(layer, mixers, rows, heads)
 
-    return scoring.estimate(of, resident=resident, before=gradient_passes(trace, scoring.options))
+    return weighted_cost(scoring, of, resident=resident)

@@ -12,15 +12,15 @@ from unilinattn.errors import InputError, OptionError, UncoveredError
 from unilinattn.host.isolation import in_gradient_mode, with_own_random_numbers
 from unilinattn.host.logits import Logit, one_each, picked
 from unilinattn.memory import require_result
-from unilinattn.methods.axes import Axes
-from unilinattn.methods.maps import ONE_ROW
-from unilinattn.methods.scoring import stored_options
-from unilinattn.methods.selection import every_position, only_target
 from unilinattn.optional import import_extra
 from unilinattn.options.bases import ScalarOptions
 from unilinattn.progress import progress
 from unilinattn.reruns.embedded import EmbeddedModel
 from unilinattn.results.attribution import Attribution
+from unilinattn.scoring.base import stored_options
+from unilinattn.scoring.joint import Axes
+from unilinattn.scoring.maps import ONE_ROW
+from unilinattn.scoring.selection import every_position, only_target
 from unilinattn.tracing.trace import Target, Trace
 
 TOKENS = 4096

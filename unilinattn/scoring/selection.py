@@ -7,8 +7,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from unilinattn.errors import OptionError, StreamError, UncoveredError, nearest
+from unilinattn.host.inputs import real_tokens
 from unilinattn.host.logits import Logit, has_logits, logits_of
-from unilinattn.methods.axes import stream_mask
 from unilinattn.operator.operator import MixerOperator
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.sinks import sink_tokens
@@ -226,10 +226,25 @@ def key_mask(trace: Trace, layer: Layer) -> Bool[Tensor, "batch key"] | None:
     return None if mask is None else mask.to(layer.output.device)
 
 
+def stream_mask(trace: Trace, stream: TokenStream) -> Bool[Tensor, "batch token"] | None:
+    """Return the real tokens of a stream, None if all are real."""
+    layers = layers_in(trace, stream)
+    if layers:
+        return layers[0].mask
+    # Of a stream that no layer writes, such as the states of an encoder elsewhere, only an argument tells.
+    masks = (real_tokens(trace.arguments, name) for name in ("encoder_attention_mask", "attention_mask"))
+    return next((mask for mask in masks if mask is not None and tuple(mask.shape) == stream.shape), None)
+
+
+def layers_in(trace: Trace, stream: TokenStream) -> list[Layer]:
+    """Return the layers that read and write the tokens of a stream."""
+    return [trace.layers[index] for index in stream.layers]
+
+
 def key_sinks(trace: Trace, layer: Layer) -> tuple[tuple[int, ...], ...] | None:
     """Return the positions of the attention sinks among a layer's keys; None if they are unknown."""
     stream = streams_of(trace, layer)[1]
-    return sink_tokens([trace.layers[index] for index in stream.layers], stream.shape)
+    return sink_tokens(layers_in(trace, stream), stream.shape)
 
 
 def real_pairs(trace: Trace, layer: Layer, rows: Int[Tensor, "batch row"]) -> Bool[Tensor, "batch row key"]:

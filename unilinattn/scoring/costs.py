@@ -6,19 +6,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from unilinattn.methods.maps import head_elements, map_bytes, map_shape, postprocess_bytes, postprocess_elements
-from unilinattn.methods.selection import mixing_operator
 from unilinattn.operator.cost import left_multiply_elements, map_cut
 from unilinattn.operator.selection import checked_heads
-from unilinattn.options.bases import MapOptions, ScalarOptions
-from unilinattn.results.estimate import LayerCost
+from unilinattn.options.bases import MapOptions
+from unilinattn.scoring.maps import head_elements, map_bytes, map_shape, postprocess_bytes, postprocess_elements
+from unilinattn.scoring.selection import mixing_operator
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Trace
-
-
-def gradient_passes(trace: Trace, options: ScalarOptions) -> list[LayerCost]:
-    """Return the cost of the model's gradients of a method's scalar, which come before the first layer."""
-    return [LayerCost("gradients", "forward and backward pass", trace.gradient_cost(options.scalar))]
 
 
 def map_cost(layer: Layer, options: MapOptions, *, extra_elements: int = 0) -> int:

@@ -12,16 +12,16 @@ from torch import Tensor
 
 from unilinattn.errors import UncoveredError
 from unilinattn.memory import allowed, require_result, reserved, without
-from unilinattn.methods.axes import Axes
-from unilinattn.methods.heads import HeadAxis
-from unilinattn.methods.maps import ONE_ROW, map_shape
-from unilinattn.methods.selection import key_mask, key_sinks, mixing_operator, query_rows
 from unilinattn.operator.cost import apply_elements
 from unilinattn.options.base import Options
 from unilinattn.options.bases import Layerwise
 from unilinattn.progress import progress
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.estimate import Estimate, LayerCost
+from unilinattn.scoring.joint import Axes
+from unilinattn.scoring.maps import ONE_ROW, map_shape
+from unilinattn.scoring.selection import key_mask, key_sinks, mixing_operator, query_rows
+from unilinattn.scoring.vectors import HeadAxis
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Target, Trace
 
