@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import wraps
 from types import ModuleType
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -15,6 +17,7 @@ from unilinattn.memory import require_result
 from unilinattn.optional import import_extra
 from unilinattn.options.bases import ScalarOptions
 from unilinattn.progress import progress
+from unilinattn.registry import register_method
 from unilinattn.reruns.embedded import EmbeddedModel
 from unilinattn.results.attribution import Attribution
 from unilinattn.scoring.base import stored_options
@@ -152,21 +155,33 @@ def captum() -> ModuleType:
     return import_extra("captum.attr", "captum")
 
 
-def explained(
-    trace: Trace,
-    options: ScalarOptions,
-    target: Target | None,
-    score: Callable[[TokenFunction], Scores],
-    *,
-    every_query: bool = True,
-) -> Attribution:
-    """Score the tokens with an algorithm, target after target, and return the result.
+Score = Callable[[TokenFunction, Any, ModuleType], Scores]
+"""Scores the tokens of one target, given a method and captum's algorithms."""
+
+
+def captum_method(
+    method: type[ScalarOptions], *, every_query: bool = True
+) -> Callable[[Score], Callable[..., Attribution]]:
+    """Register a method that scores the tokens by an algorithm of captum, target after target.
 
     Without a target every position with a logit is a target; with every_query=False this raises `OptionError`. Padding
     has a score of zero. The result names no layers, since no operator takes part.
     """
-    # Tensors of the caller's inference mode could not be written into.
-    return in_gradient_mode(True, lambda: _explained(trace, options, target, score, every_query))
+
+    def decorate(score: Score) -> Callable[..., Attribution]:
+        @wraps(score)
+        def run(trace: Trace, options: Any, *, target: Target | None = None) -> Attribution:
+            algorithms = captum()
+
+            def scored(function: TokenFunction) -> Scores:
+                return score(function, options, algorithms)
+
+            # Tensors of the caller's inference mode could not be written into.
+            return in_gradient_mode(True, lambda: _explained(trace, options, target, scored, every_query))
+
+        return register_method(method)(run)
+
+    return decorate
 
 
 def _explained(
