@@ -10,14 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from unilinattn.errors import (
-    ExactnessWarning,
-    InputError,
-    NonFiniteError,
-    OptionError,
-    UncoveredError,
-    nearest,
-)
+from unilinattn.errors import ExactnessWarning, InputError, NonFiniteError, OptionError, UncoveredError, nearest
 from unilinattn.host.inputs import is_ids
 from unilinattn.host.labels import labels_of_ids
 from unilinattn.host.logits import has_logits

@@ -11,14 +11,7 @@ from torch import Tensor
 from unilinattn.errors import UncoveredError
 from unilinattn.scoring.maps import sum_on_first
 from unilinattn.scoring.scaled import Blocks
-from unilinattn.scoring.selection import (
-    begins_stream,
-    composable_steps,
-    layers_in,
-    query_rows,
-    stream_mask,
-    streams_of,
-)
+from unilinattn.scoring.selection import begins_stream, composable_steps, layers_in, query_rows, stream_mask, streams_of
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.sinks import sink_tokens
 from unilinattn.tracing.token_streams import TokenStream, key_slots

@@ -13,14 +13,7 @@ from unilinattn.kernels.row_product.naive import Sign, apply_sign
 from unilinattn.memory import parts as slices
 from unilinattn.memory import require, rows_within
 from unilinattn.options.bases import MapOptions
-from unilinattn.scoring.selection import (
-    key_mask,
-    mixing_operator,
-    query_rows,
-    reads_own_tokens,
-    real_pairs,
-    streams_of,
-)
+from unilinattn.scoring.selection import key_mask, mixing_operator, query_rows, reads_own_tokens, real_pairs, streams_of
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Trace
 

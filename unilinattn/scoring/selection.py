@@ -12,13 +12,7 @@ from unilinattn.host.logits import Logit, has_logits, logits_of
 from unilinattn.operator.operator import MixerOperator
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.sinks import sink_tokens
-from unilinattn.tracing.token_streams import (
-    TokenStream,
-    mixing_ports,
-    require_one_batch,
-    stream_read,
-    stream_written,
-)
+from unilinattn.tracing.token_streams import TokenStream, mixing_ports, require_one_batch, stream_read, stream_written
 from unilinattn.tracing.trace import Target, Trace
 from unilinattn.tracing.trust import require_exact
 

@@ -10,14 +10,7 @@ from torch import Tensor
 
 from unilinattn.errors import OptionError, UncoveredError
 from unilinattn.memory import allowed, parts, rows_within
-from unilinattn.operator.cost import (
-    TILE,
-    apply_elements,
-    rows_elements,
-    split_elements,
-    tile_elements,
-    tile_rows,
-)
+from unilinattn.operator.cost import TILE, apply_elements, rows_elements, split_elements, tile_elements, tile_rows
 from unilinattn.operator.deferred import shapes_only
 from unilinattn.operator.heads import HeadContributions
 from unilinattn.operator.pairwise import PairwiseContributions, Tile
