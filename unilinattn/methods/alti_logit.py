@@ -18,10 +18,12 @@ from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.estimate import Estimate, LayerCost
 from unilinattn.scoring.composition import Composition, composition, product_cost
-from unilinattn.scoring.maps import ONE_ROW, gather_rows, map_shape, sum_on_first
+from unilinattn.scoring.maps import ONE_ROW, map_shape, sum_on_first
 from unilinattn.scoring.selection import (
+    StepRows,
     begins_stream,
     every_position,
+    gather_rows,
     layers_from,
     only_port,
     only_target,
@@ -104,7 +106,7 @@ def _accumulated(
                 after = sum_on_first([stream, *(f * layer.output for f, layer in zip(factors, added, strict=True))])
                 add(above.to(after) - after)
             share = step[0].output.new_zeros(map_shape(step[0]))
-            _, residual = mixing(share, trace, step, rows.to(share.device), Alti())
+            _, residual = mixing(share, StepRows(trace, step, rows.to(share.device)), Alti())
             scores = scores @ joint.whole(step, share, residual).to(scores)
             if not is_last:
                 continue

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from unilinattn.errors import OptionError, UncoveredError
@@ -14,8 +14,8 @@ from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.estimate import Estimate
 from unilinattn.scoring.composition import Composition, at_rows, layerwise, product_cost, score_steps, stacked_count
-from unilinattn.scoring.maps import gather_rows, map_shape, postprocess_, postprocess_bytes, sum_on_first
-from unilinattn.scoring.selection import only_port, reads_own_tokens, real_pairs, residual_of, stream_errors
+from unilinattn.scoring.maps import map_shape, postprocess_, postprocess_bytes, sum_on_first
+from unilinattn.scoring.selection import StepRows, only_port, reads_own_tokens, real_pairs, residual_of, stream_errors
 from unilinattn.scoring.vectors import (
     cancellation,
     contribution_tiles,
@@ -51,9 +51,8 @@ def cost(trace: Trace, options: Latim, *, target: Target | None = None) -> Estim
     _refuse_sketch_of_row(options, target)
     scoring = layerwise(trace, options, target, options.heads)
     layers = scoring.layers
-    if options.residual:
-        for layer in layers:
-            residual_of(trace, layer, "latim", options.without_stream)
+    for layer in layers if options.residual else ():
+        residual_of(trace, layer, "latim", options.without_stream)
     exact, width = options.activation == "exact", layers[0].output.element_size()
     batch, queries, _ = map_shape(layers[0])
 
@@ -97,16 +96,9 @@ def latim(trace: Trace, options: Latim, *, target: Target | None = None) -> Attr
         stream_error = stream_errors(trace, scoring.layers, "latim", options.without_stream)
     filled: dict[str, Filled] = {}
 
-    def fill(
-        step: Sequence[Layer], rows: Int[Tensor, "batch row"], out: Float[Tensor, "batch *head row key"]
-    ) -> Float[Tensor, "batch row"] | None:
-        if options.is_through_heads:
-            numbers = _fill_heads(out, trace, step[0], rows, options)
-        elif options.sketch is not None:
-            numbers = _fill_sketch(out, trace, step[0], rows, options)
-        else:
-            numbers = _fill(out, trace, step, rows, options)
-        filled[step[0].name] = numbers
+    def fill(rows: StepRows, out: Float[Tensor, "batch *head row key"]) -> Float[Tensor, "batch row"] | None:
+        write = _fill_heads if options.is_through_heads else _fill if options.sketch is None else _fill_sketch
+        filled[rows.layer.name] = numbers = write(out, rows, options)
         return numbers.residual
 
     # The map's minimum and maximum need the whole map.
@@ -119,18 +111,11 @@ def latim(trace: Trace, options: Latim, *, target: Target | None = None) -> Attr
     return scoring.result(scores, scope="layer", extras=extras, decomposition_error=errors, stream_error=stream_error)
 
 
-def _fill(
-    out: Float[Tensor, "batch row key"],
-    trace: Trace,
-    step: Sequence[Layer],
-    rows: Int[Tensor, "batch row"],
-    options: Latim,
-) -> Filled:
+def _fill(out: Float[Tensor, "batch row key"], rows: StepRows, options: Latim) -> Filled:
     """Write the scores of a step."""
-    if options.residual:
-        step = [layer.added for layer in step]
+    step = [layer.added for layer in rows.step] if options.residual else rows.step
     layer, ops = step[0], [only_port(layer) for layer in step]
-    is_among_keys = reads_own_tokens(trace, layer)
+    is_among_keys = reads_own_tokens(rows.trace, layer)
     if options.bias == "query" and not is_among_keys:
         raise UncoveredError(
             f"latim: {layer.name} takes its keys from {ops[0].ports[0]!r}, so none of the keys is the query's own "
@@ -138,13 +123,13 @@ def _fill(
         )
     factors = [other.multiplier if options.residual else 1.0 for other in step]
     biases = [factor * op.activation_bias(options.activation) for op, factor in zip(ops, factors, strict=True)]
-    bias = gather_rows(sum_on_first(biases), rows)
+    bias = rows.of(sum_on_first(biases))
     extra = bias if options.bias == "query" else None
     if options.residual:
-        stream = gather_rows(residual_of(trace, layer, "latim", options.without_stream), rows)
+        stream = rows.of(residual_of(rows.trace, layer, "latim", options.without_stream))
         extra = stream if extra is None else stream + extra
-    sizes, total = layer.output.new_zeros(rows.shape), layer.output.new_zeros(*rows.shape, layer.output.shape[-1])
-    for tile in contribution_tiles(step, factors, rows, options.activation):
+    sizes, total = layer.output.new_zeros(bias.shape[:2]), layer.output.new_zeros(bias.shape)
+    for tile in contribution_tiles(step, factors, rows.index, options.activation):
         norms = tile.norms(options.p)
         sizes[:, tile.rows] += norms.sum(-1)
         total[:, tile.rows] += tile.total()
@@ -153,32 +138,24 @@ def _fill(
         out[:, tile.rows, tile.cols] = norms
     residual = None
     if options.residual and not is_among_keys:
-        residual = _with_residual(out, trace, step, rows, options)
+        residual = _with_residual(out, rows, options)
     else:
-        postprocess_(out, trace, layer, rows, discard=options.discard, normalize=options.normalize)
+        postprocess_(out, rows, discard=options.discard, normalize=options.normalize)
     output = sum_on_first(factor * other.output for other, factor in zip(step, factors, strict=True))
-    ratio = cancellation(sizes, total, options.p, layer, rows)
-    return Filled(*_checked(bias, total + bias, output, layer, rows, options.p), ratio, residual)
+    ratio = cancellation(sizes, total, options.p, rows)
+    return Filled(*_checked(bias, total + bias, output, rows, options.p), ratio, residual)
 
 
-def _with_residual(
-    out: Float[Tensor, "batch row key"],
-    trace: Trace,
-    step: Sequence[Layer],
-    rows: Int[Tensor, "batch row"],
-    options: Latim,
-) -> Float[Tensor, "batch row"]:
+def _with_residual(out: Float[Tensor, "batch row key"], rows: StepRows, options: Latim) -> Float[Tensor, "batch row"]:
     """Treat scores of keys that are other tokens than the rows; return the score of the stream, treated alike."""
-    layer = step[0]
     if options.normalize == "min-max":
         raise UncoveredError(
-            f"latim: {layer.name} reads other tokens than it writes, and normalize='min-max' is that of one map; use "
-            "normalize='rows' or 'none'."
+            f"latim: {rows.layer.name} reads other tokens than it writes, and normalize='min-max' is that of one map; "
+            "use normalize='rows' or 'none'."
         )
-    stream = gather_rows(residual_of(trace, layer, "latim", options.without_stream), rows)
-    residual = torch.linalg.vector_norm(stream, ord=options.p, dim=-1)
-    residual = residual if layer.mask is None else residual * layer.mask.gather(1, rows)
-    postprocess_(out, trace, layer, rows, discard=options.discard, normalize="none")
+    stream = rows.of(residual_of(rows.trace, rows.layer, "latim", options.without_stream))
+    residual = torch.linalg.vector_norm(stream, ord=options.p, dim=-1) * rows.real
+    postprocess_(out, rows, discard=options.discard, normalize="none")
     if options.normalize == "rows":
         size = out.sum(-1) + residual
         size = size.masked_fill(size == 0, 1)
@@ -195,22 +172,17 @@ def _refuse_sketch_of_row(options: Latim, target: Target | None) -> None:
         )
 
 
-def _fill_sketch(
-    out: Float[Tensor, "batch query key"],
-    trace: Trace,
-    layer: Layer,
-    rows: Int[Tensor, "batch query"],
-    options: Latim,
-) -> Filled:
+def _fill_sketch(out: Float[Tensor, "batch query key"], rows: StepRows, options: Latim) -> Filled:
     """Write estimates of the scores of a layer; the decomposition error is that of the projected vectors."""
     assert options.sketch is not None
-    op, (form, small, sketch) = only_port(layer), sketched_form(layer, options.sketch, options.seed)
-    total = layer.output.new_zeros(*rows.shape, options.sketch)
+    layer, op = rows.layer, only_port(rows.layer)
+    form, small, sketch = sketched_form(layer, options.sketch, options.seed)
+    total = layer.output.new_zeros(*rows.index.shape, options.sketch)
     # The sketch of the sum is the sum of the sketches, so the decomposition is checked without whole vectors.
     for tile in small.tiles(small.causal):
         out[:, tile.rows, tile.cols] = tile.norms(2.0)
         total[:, tile.rows] += tile.total()
-    pairs = real_pairs(trace, layer, rows)
+    pairs = real_pairs(rows.trace, layer, rows.index)
     estimated = pairs.clone()
     if options.exact_keys:
         largest = out.masked_fill(~pairs, -1).topk(min(options.exact_keys, out.shape[-1])).indices
@@ -218,51 +190,44 @@ def _fill_sketch(
         for pair, norms in exact_norms(form, pairs & ~estimated):
             out[tuple(pair)] = norms
     sizes, deviation = out.sum(-1), standard_errors(out, estimated, options.sketch)
-    postprocess_(out, trace, layer, rows, discard=options.discard, normalize=options.normalize)
+    postprocess_(out, rows, discard=options.discard, normalize=options.normalize)
     bias = op.activation_bias("exact")
     projected = (total + bias @ sketch.mT, layer.output @ sketch.mT)
-    _, error = _checked(bias @ sketch.mT, *projected, layer, rows, 2.0)
-    ratio = cancellation(sizes, layer.output - bias, 2.0, layer, rows)
-    real = torch.ones_like(deviation) if layer.mask is None else layer.mask.to(deviation)
+    _, error = _checked(bias @ sketch.mT, *projected, rows, 2.0)
+    ratio = cancellation(sizes, layer.output - bias, 2.0, rows)
+    real = rows.real.to(deviation)
     return Filled(torch.linalg.vector_norm(bias, dim=-1) * real, error, ratio, standard_error=deviation * real)
 
 
-def _fill_heads(
-    out: Float[Tensor, "batch *head row key"],
-    trace: Trace,
-    layer: Layer,
-    rows: Int[Tensor, "batch row"],
-    options: Latim,
-) -> Filled:
+def _fill_heads(out: Float[Tensor, "batch *head row key"], rows: StepRows, options: Latim) -> Filled:
     """Write the scores through heads of a layer."""
-    split = through_heads(options, layer)
+    split = through_heads(options, rows.layer)
     op, by_part = split.operator, out if options.by_head else out.unsqueeze(1)
-    sizes, total = layer.output.new_zeros(rows.shape), layer.output.new_zeros(*rows.shape, layer.output.shape[-1])
-    for span, tile in head_tiles(split, 1.0, rows, options.activation):
+    bias, output = rows.of(op.activation_bias(options.activation)), rows.layer.output
+    sizes, total = output.new_zeros(bias.shape[:2]), output.new_zeros(bias.shape)
+    for span, tile in head_tiles(split, 1.0, rows.index, options.activation):
         norms = tile.norms(options.p)
         sizes[:, tile.rows] += norms.sum((1, 3))
         total[:, tile.rows] += tile.total()
         by_part[:, span, tile.rows, tile.cols] = norms
     for scores in by_part.unbind(1):
-        postprocess_(scores, trace, layer, rows, discard=options.discard, normalize=options.normalize)
-    bias = gather_rows(op.activation_bias(options.activation), rows)
+        postprocess_(scores, rows, discard=options.discard, normalize=options.normalize)
     # The bias, a residual inside the module and the other heads.
     others = op.decomposed_output(options.activation) - split.output(options.activation)
-    ratio = cancellation(sizes, total, options.p, layer, rows)
-    return Filled(*_checked(bias, total + gather_rows(others, rows), layer.output, layer, rows, options.p), ratio)
+    ratio = cancellation(sizes, total, options.p, rows)
+    return Filled(*_checked(bias, total + rows.of(others), output, rows, options.p), ratio)
 
 
 def _checked(
     bias: Float[Tensor, "batch row out"],
     decomposed: Float[Tensor, "batch row out"],
     output: Float[Tensor, "batch query out"],
-    layer: Layer,
-    rows: Int[Tensor, "batch row"],
+    rows: StepRows,
     p: float,
 ) -> tuple[Float[Tensor, "batch row"], float]:
     """Return the norms of the bias and the error of the decomposed output over real rows, of the worst sequence."""
-    real = torch.ones_like(rows, dtype=torch.bool) if layer.mask is None else layer.mask.gather(1, rows)
-    output = gather_rows(output, rows) * real.unsqueeze(-1)
-    missed = (decomposed * real.unsqueeze(-1) - output).flatten(1).norm(dim=1)
+    real = rows.real.unsqueeze(-1)
+    output = rows.of(output) * real
+    missed = (decomposed * real - output).flatten(1).norm(dim=1)
     size = output.flatten(1).norm(dim=1).clamp_min(torch.finfo(output.dtype).tiny)
-    return torch.linalg.vector_norm(bias * real.unsqueeze(-1), ord=p, dim=-1), float((missed / size).max())
+    return torch.linalg.vector_norm(bias * real, ord=p, dim=-1), float((missed / size).max())

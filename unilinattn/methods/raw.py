@@ -1,8 +1,6 @@
 """`raw`: the attention map of each layer."""
 
-from collections.abc import Sequence
-
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from unilinattn.operator.cost import heads_cut, rows_elements
@@ -14,7 +12,7 @@ from unilinattn.scoring.base import score_layers
 from unilinattn.scoring.composition import Composition, layerwise, rollout_cost, rollout_of_maps
 from unilinattn.scoring.costs import map_cost
 from unilinattn.scoring.maps import attention_rows, fill_attention, map_shape, postprocess_, postprocess_bytes
-from unilinattn.scoring.selection import mixing_operator
+from unilinattn.scoring.selection import StepRows, mixing_operator
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Target, Trace
 
@@ -50,21 +48,18 @@ def raw(trace: Trace, options: Raw, *, target: Target | None = None) -> Attribut
         return rollout_of_maps(scoring)
     axis = scoring.heads
 
-    def fill(step: Sequence[Layer], rows: Int[Tensor, "batch row"], out: Float[Tensor, "batch *head row key"]) -> None:
-        (layer,) = step
-        is_whole = rows.shape[1] == layer.output.shape[1]
-        if axis is None and is_whole:
+    def fill(rows: StepRows, out: Float[Tensor, "batch *head row key"]) -> None:
+        layer = rows.layer
+        if axis is None and rows.are_all:
             fill_attention(out, layer, options)
         elif axis is None:
-            out.copy_(attention_rows(layer, options, rows))
-        elif is_whole:
+            out.copy_(attention_rows(layer, options, rows.index))
+        elif rows.are_all:
             mixing_operator(layer).fill_heads(out, axis.heads, options.scope)
         else:
-            out.copy_(mixing_operator(layer).rows(rows, scope=options.scope, heads=axis.heads))
+            out.copy_(mixing_operator(layer).rows(rows.index, scope=options.scope, heads=axis.heads))
         for scores in out.unbind(1) if axis is not None else [out]:
-            postprocess_(
-                scores, trace, layer, rows, sign=options.sign, discard=options.discard, normalize=options.normalize
-            )
+            postprocess_(scores, rows, sign=options.sign, discard=options.discard, normalize=options.normalize)
 
     # The map's minimum and maximum need the whole map.
     scores = score_layers(scoring, fill, whole=options.normalize == "min-max")

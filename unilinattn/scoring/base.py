@@ -7,7 +7,7 @@ from math import prod
 from typing import Any, Generic, TypeVar
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from unilinattn.errors import UncoveredError
@@ -20,18 +20,15 @@ from unilinattn.results.attribution import Attribution
 from unilinattn.results.estimate import Estimate, LayerCost
 from unilinattn.scoring.joint import Axes
 from unilinattn.scoring.maps import ONE_ROW, map_shape
-from unilinattn.scoring.selection import key_mask, key_sinks, mixing_operator, query_rows
+from unilinattn.scoring.selection import StepRows, key_mask, key_sinks, mixing_operator, query_rows
 from unilinattn.scoring.vectors import HeadAxis
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Target, Trace
 
 Method = TypeVar("Method", bound=Options, covariant=True)
 
-Fill = Callable[
-    [Sequence[Layer], Int[Tensor, "batch row"], Float[Tensor, "batch *head row key"]],
-    Float[Tensor, "batch row"] | None,
-]
-"""Writes the rows of a step's map at some positions into a tensor of zeros, with a head axis for `heads`.
+Fill = Callable[[StepRows, Float[Tensor, "batch *head row key"]], Float[Tensor, "batch row"] | None]
+"""Writes rows of a step's map into a tensor of zeros, with a head axis for `heads`.
 
 Returns the share of each row's own token if that is none of the keys, else None.
 """
@@ -182,12 +179,12 @@ def score_layers(scoring: Scoring[Layerwise], fill: Fill, *, whole: bool = False
         slab = scores[index] if scoring.options.has_layer_axis else None
         alike = slab is not None and (slab.device, slab.dtype) == (layer.output.device, layer.output.dtype)
         if alike and slab is not None and rows.shape[1] == slab.shape[-2]:
-            fill((layer,), rows, slab)
+            fill(StepRows(scoring.trace, (layer,), rows), slab)
             continue
         shape = (len(rows), *([] if heads is None else [len(heads.heads)]), rows.shape[1], scores.shape[-1])
         with reserved(prod(shape) * layer.output.element_size(), f"{name}: the map of {layer.name}", ONE_ROW):
             out = layer.output.new_zeros(shape)
-            fill((layer,), rows, out)
+            fill(StepRows(scoring.trace, (layer,), rows), out)
         if rows.shape[1] != wanted.shape[1]:
             row = wanted.unsqueeze(-1) if heads is None else wanted[:, None, :, None]
             out = torch.take_along_dim(out, row, -2)

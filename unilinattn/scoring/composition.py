@@ -21,6 +21,7 @@ from unilinattn.scoring.joint import Joint, Multiply
 from unilinattn.scoring.maps import ONE_ROW, map_blocks, map_shape, vecmat
 from unilinattn.scoring.scaled import LOG2_SCALE, Blocks, ScaledProduct
 from unilinattn.scoring.selection import (
+    StepRows,
     every_position,
     layers_from,
     one_scalar,
@@ -124,7 +125,7 @@ def product_of_maps(scoring: Composition[Any], fill: Fill) -> tuple[Float[Tensor
     with reserved(scoring.map_bytes + product.values.nbytes, f"{method}: the map of a step and its product", ONE_ROW):
         for step in progress(joint.steps if target is None else joint.steps[::-1], method):
             mixing = step[0].output.new_zeros(map_shape(step[0]))
-            residual = fill(step, query_rows(joint.trace, step[0]), mixing)
+            residual = fill(StepRows(joint.trace, step, query_rows(joint.trace, step[0])), mixing)
             mixing = joint.whole(step, mixing, residual)
             if target is None:
                 product.replace_by_map(mixing)

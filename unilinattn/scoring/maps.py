@@ -13,7 +13,15 @@ from unilinattn.kernels.row_product.naive import Sign, apply_sign
 from unilinattn.memory import parts as slices
 from unilinattn.memory import require, rows_within
 from unilinattn.options.bases import MapOptions
-from unilinattn.scoring.selection import key_mask, mixing_operator, query_rows, reads_own_tokens, real_pairs, streams_of
+from unilinattn.scoring.selection import (
+    StepRows,
+    key_mask,
+    mixing_operator,
+    query_rows,
+    reads_own_tokens,
+    real_pairs,
+    streams_of,
+)
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Trace
 
@@ -104,22 +112,16 @@ def postprocess(
 
 
 def postprocess_(
-    scores: Float[Tensor, "batch row key"],
-    trace: Trace,
-    layer: Layer,
-    rows: Int[Tensor, "batch row"],
-    *,
-    sign: Sign = "keep",
-    discard: float,
-    normalize: str,
+    scores: Float[Tensor, "batch row key"], rows: StepRows, *, sign: Sign = "keep", discard: float, normalize: str
 ) -> None:
     """Apply the sign option and then `postprocess` in place, in blocks of rows."""
+    trace, layer, index = rows.trace, rows.layer, rows.index
     spans = _row_slices(scores, postprocess_elements(discard))
     extremes = []
     for span in spans:
-        real, each = real_pairs(trace, layer, rows[:, span]), apply_sign(sign, scores[:, span])
+        real, each = real_pairs(trace, layer, index[:, span]), apply_sign(sign, scores[:, span])
         by_row = "none" if normalize == "min-max" else normalize
-        protected = protected_keys(trace, layer, rows[:, span])
+        protected = protected_keys(trace, layer, index[:, span])
         scores[:, span] = postprocess(each, real, protected, discard=discard, normalize=by_row)
         if normalize == "min-max":
             extremes.append(_extremes(scores[:, span], real))
@@ -127,7 +129,7 @@ def postprocess_(
         low = torch.stack([each for each, _ in extremes]).amin(0)
         high = torch.stack([each for _, each in extremes]).amax(0)
         for span in spans:
-            real = real_pairs(trace, layer, rows[:, span])
+            real = real_pairs(trace, layer, index[:, span])
             scores[:, span] = _between(scores[:, span], real, low, high)
 
 
@@ -285,22 +287,12 @@ def sum_on_first(tensors: Iterable[Tensor]) -> Tensor:
     return sum((other.to(first) for other in others), start=first)
 
 
-def blank_padding(
-    scores: Float[Tensor, "batch row key"], trace: Trace, layer: Layer, rows: Int[Tensor, "batch row"]
-) -> None:
+def blank_padding(scores: Float[Tensor, "batch row key"], rows: StepRows) -> None:
     """Set the scores of pairs with padding to zero, in place."""
-    keys = key_mask(trace, layer)
+    keys = key_mask(rows.trace, rows.layer)
     if keys is not None:
         scores.masked_fill_(~keys[:, None, :], 0)
-    if layer.mask is not None:
-        scores.masked_fill_(~layer.mask.gather(1, rows)[:, :, None], 0)
-
-
-def gather_rows(
-    scores: Float[Tensor, "batch query key"], rows: Int[Tensor, "batch row"]
-) -> Float[Tensor, "batch row key"]:
-    """Return the rows of each sequence at its positions in `rows`."""
-    return scores.gather(1, rows.unsqueeze(-1).expand(-1, -1, scores.shape[-1]))
+    scores.masked_fill_(~rows.real[:, :, None], 0)
 
 
 def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Select the layers, rows and tokens of a method, and check that the layers' scores can be combined."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -248,6 +249,48 @@ def real_pairs(trace: Trace, layer: Layer, rows: Int[Tensor, "batch row"]) -> Bo
         keys = torch.ones(_only(layer)[1], dtype=torch.bool, device=rows.device)
     real = torch.ones_like(rows, dtype=torch.bool) if queries is None else queries.gather(1, rows)
     return real[:, :, None] & keys[:, None, :]
+
+
+def gather_rows(
+    scores: Float[Tensor, "batch query key"], rows: Int[Tensor, "batch row"]
+) -> Float[Tensor, "batch row key"]:
+    """Return the rows of each sequence at its positions in `rows`."""
+    return scores.gather(1, rows.unsqueeze(-1).expand(-1, -1, scores.shape[-1]))
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """Some rows of the map of a step, whose layers read and write the same tokens.
+
+    Attributes:
+        trace: the trace.
+        step: the layers of the step.
+        index: the query position of each row.
+    """
+
+    trace: Trace
+    step: Sequence[Layer]
+    index: Int[Tensor, "batch row"]
+
+    @property
+    def layer(self) -> Layer:
+        """The first layer of the step."""
+        return self.step[0]
+
+    @property
+    def are_all(self) -> bool:
+        """Whether every row of the map is among them."""
+        return self.index.shape[1] == self.layer.output.shape[1]
+
+    @property
+    def real(self) -> Bool[Tensor, "batch row"]:
+        """Whether each row is that of a real token."""
+        mask = self.layer.mask
+        return torch.ones_like(self.index, dtype=torch.bool) if mask is None else mask.gather(1, self.index)
+
+    def of(self, vectors: Float[Tensor, "batch query channel"]) -> Float[Tensor, "batch row channel"]:
+        """Return the vectors of the rows among those of all queries."""
+        return gather_rows(vectors, self.index)
 
 
 def only_port(layer: Layer) -> MixerOperator:

@@ -17,7 +17,7 @@ from unilinattn.operator.pairwise import PairwiseContributions, Tile
 from unilinattn.operator.selection import checked_heads, chosen_heads
 from unilinattn.options.bases import ThroughHeads
 from unilinattn.scoring.maps import sum_on_first
-from unilinattn.scoring.selection import mixing_operator, only_port, query_rows
+from unilinattn.scoring.selection import StepRows, mixing_operator, only_port, query_rows
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Target, Trace
 
@@ -171,11 +171,7 @@ def head_tiles_cost(split: HeadContributions, rows: int, *, exact: bool, product
 
 
 def cancellation(
-    sizes: Float[Tensor, "batch row"],
-    total: Float[Tensor, "batch row out"],
-    p: float,
-    layer: Layer,
-    rows: Int[Tensor, "batch row"],
+    sizes: Float[Tensor, "batch row"], total: Float[Tensor, "batch row out"], p: float, rows: StepRows
 ) -> Float[Tensor, "batch row"]:
     """Return sum_j ||T_i(x_j)||_p / ||sum_j T_i(x_j)||_p of each row, at least 1; 0 for rows of padding.
 
@@ -184,7 +180,7 @@ def cancellation(
     """
     size = torch.linalg.vector_norm(total, ord=p, dim=-1)
     ratio = torch.where(sizes == 0, torch.ones_like(sizes), sizes / size)
-    return ratio if layer.mask is None else ratio.masked_fill(~layer.mask.gather(1, rows), 0)
+    return ratio.masked_fill(~rows.real, 0)
 
 
 def at_target(
