@@ -11,8 +11,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from unilinattn.aligned import aligned
-from unilinattn.analysis.maps import candidate_keys, row_distributions
 from unilinattn.analysis.pictures import Figure, Where, draw, heat_map
+from unilinattn.analysis.statistics import candidate_keys, row_distributions
 from unilinattn.errors import InputError, UncoveredError
 from unilinattn.evaluation.metrics import rank_correlation
 from unilinattn.host.labels import token_text

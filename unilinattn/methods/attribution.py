@@ -15,8 +15,18 @@ from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.estimate import Estimate
 from unilinattn.scoring.composition import composition_from, weighted_cost, weighted_rollout
-from unilinattn.scoring.costs import head_cost, map_cost, postprocess_cost, vecmat_cost
-from unilinattn.scoring.maps import ONE_ROW, Weight, attention_map, map_blocks, map_bytes, vecmat
+from unilinattn.scoring.maps import (
+    ONE_ROW,
+    Weight,
+    attention_map,
+    head_cost,
+    map_blocks,
+    map_bytes,
+    map_cost,
+    postprocess_cost,
+    vecmat,
+    vecmat_cost,
+)
 from unilinattn.scoring.scaled import Blocks
 from unilinattn.scoring.selection import mixing_operator, one_scalar, reads_own_tokens
 from unilinattn.tracing.layer import Layer

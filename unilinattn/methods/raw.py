@@ -10,8 +10,7 @@ from unilinattn.results.attribution import Attribution
 from unilinattn.results.estimate import Estimate
 from unilinattn.scoring.base import score_layers
 from unilinattn.scoring.composition import Composition, layerwise, rollout_cost, rollout_of_maps
-from unilinattn.scoring.costs import map_cost
-from unilinattn.scoring.maps import attention_rows, fill_attention, map_shape, postprocess_, postprocess_bytes
+from unilinattn.scoring.maps import attention_rows, fill_attention, map_cost, map_shape, postprocess_, postprocess_bytes
 from unilinattn.scoring.selection import StepRows, mixing_operator
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Target, Trace

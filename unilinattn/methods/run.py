@@ -28,7 +28,7 @@ from unilinattn.registry import method as registered
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.comparison import Comparison
 from unilinattn.results.estimate import Estimate
-from unilinattn.scoring.costs import trace_bytes
+from unilinattn.scoring.base import trace_bytes
 from unilinattn.scoring.selection import stream_groups
 from unilinattn.tracing.trace import Target, Trace, trace
 from unilinattn.tracing.trust import Trust, require_exact, trusting

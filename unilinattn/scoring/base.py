@@ -1,14 +1,15 @@
 """`Scoring`: a call of a method, from the axes of its scores to its estimate and its labelled result."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from itertools import chain
 from math import prod
 from typing import Any, Generic, TypeVar
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from unilinattn.errors import UncoveredError
 from unilinattn.memory import allowed, require_result, reserved, without
@@ -207,3 +208,26 @@ def stored_options(options: Options, target: Target | None) -> dict[str, Any]:
     """Return the options and the target as plain Python values, for the result."""
     plain = torch.as_tensor(target, device="cpu").tolist() if target is not None else None
     return {**options.model_dump(), "target": plain}
+
+
+def trace_bytes(trace: Trace) -> int:
+    """Return the bytes of a trace and of its operators as far as they are built, without the model's parameters."""
+    # Tensors that share memory, such as a stream that enters one block and leaves another, count once.
+    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors(trace, set())}
+    for weight in chain(trace.host.parameters(), trace.host.buffers()):
+        sizes.pop(weight.untyped_storage().data_ptr(), None)
+    return sum(sizes.values())
+
+
+def _tensors(value: Any, visited: set[int]) -> Iterator[Tensor]:
+    """Yield the tensors of a trace: those of its attributes, of theirs, and so on, but not of the model."""
+    if isinstance(value, Tensor):
+        yield value
+    elif id(value) not in visited and not isinstance(value, nn.Module | type):
+        visited.add(id(value))
+        # Layers, operators, stages, mixers and deferred factors are objects of this package.
+        is_record = type(value).__module__.startswith("unilinattn.") and hasattr(value, "__dict__")
+        fields = vars(value) if is_record else value
+        fields = fields.values() if isinstance(fields, Mapping) else fields
+        for field in fields if isinstance(fields, Collection) and not isinstance(fields, str) else ():
+            yield from _tensors(field, visited)

@@ -16,9 +16,8 @@ from unilinattn.progress import progress
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.estimate import Estimate, LayerCost
 from unilinattn.scoring.base import Fill, Method, Scoring, score_layers
-from unilinattn.scoring.costs import postprocess_cost, vecmat_cost
 from unilinattn.scoring.joint import Joint, Multiply
-from unilinattn.scoring.maps import ONE_ROW, map_blocks, map_shape, vecmat
+from unilinattn.scoring.maps import ONE_ROW, map_blocks, map_shape, postprocess_cost, vecmat, vecmat_cost
 from unilinattn.scoring.scaled import LOG2_SCALE, Blocks, ScaledProduct
 from unilinattn.scoring.selection import (
     StepRows,

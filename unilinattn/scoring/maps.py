@@ -12,6 +12,8 @@ from torch import Tensor
 from unilinattn.kernels.row_product.naive import Sign, apply_sign
 from unilinattn.memory import parts as slices
 from unilinattn.memory import require, rows_within
+from unilinattn.operator.cost import left_multiply_elements, map_cut
+from unilinattn.operator.selection import checked_heads
 from unilinattn.options.bases import MapOptions
 from unilinattn.scoring.selection import (
     StepRows,
@@ -293,6 +295,42 @@ def blank_padding(scores: Float[Tensor, "batch row key"], rows: StepRows) -> Non
     if keys is not None:
         scores.masked_fill_(~keys[:, None, :], 0)
     scores.masked_fill_(~rows.real[:, :, None], 0)
+
+
+def map_cost(layer: Layer, options: MapOptions, *, extra_elements: int = 0) -> int:
+    """Return the bytes of `attention_blocks` with the same `extra_elements`."""
+    scope = mixing_operator(layer).scoped_map(options.scope)
+    return map_cut(scope, checked_heads(options.heads, scope.heads), extra_elements=extra_elements)[2]
+
+
+def postprocess_cost(layer: Layer, options: MapOptions, *, computed: bool = False) -> int:
+    """Return the bytes of `map_blocks`; `computed` says that the map exists already."""
+    width, numbers = layer.output.element_size(), postprocess_elements(options.discard)
+    if options.normalize == "min-max":
+        whole = map_bytes(layer)
+        return max((1 + numbers) * whole, whole + map_cost(layer, options, extra_elements=numbers))
+    if computed:
+        return postprocess_bytes(map_shape(layer), width, options.discard)
+    return map_cost(layer, options, extra_elements=numbers)
+
+
+def head_cost(layer: Layer, options: MapOptions) -> int:
+    """Return the bytes of `map_blocks` with a weight of each head."""
+    scope = mixing_operator(layer).scoped_map(options.scope)
+    _, _, size = map_cut(scope, None, extra_elements=head_elements(layer, options))
+    if options.normalize == "min-max":
+        size += (1 + postprocess_elements(options.discard)) * map_bytes(layer)
+    return size
+
+
+def vecmat_cost(layer: Layer, options: MapOptions, *, computed: bool = False) -> int:
+    """Return the bytes of `vecmat`: a linear-time pass, or blocks of the map, which may be `computed` already."""
+    if options.is_linear and not computed:
+        elements = left_multiply_elements(mixing_operator(layer).scoped_map(options.scope), 1)
+        return elements * layer.output.element_size()
+    if options.is_plain and not computed:
+        return map_cost(layer, options)
+    return postprocess_cost(layer, options, computed=computed)
 
 
 def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
