@@ -3,7 +3,7 @@
 from types import ModuleType
 
 from unilinattn.options import Gradient
-from unilinattn.scoring.captum_run import Scores, TokenFunction, captum_method
+from unilinattn.scoring.numbers import Scores, TokenFunction, captum_method
 
 
 @captum_method(Gradient)

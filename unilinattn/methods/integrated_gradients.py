@@ -4,7 +4,7 @@ from types import ModuleType
 
 from unilinattn.host.isolation import in_gradient_mode
 from unilinattn.options import IntegratedGradients
-from unilinattn.scoring.captum_run import Scores, TokenFunction, captum_method, relative_gap
+from unilinattn.scoring.numbers import Scores, TokenFunction, captum_method, relative_gap
 
 
 @captum_method(IntegratedGradients)

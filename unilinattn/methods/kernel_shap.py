@@ -11,7 +11,7 @@ from torch import Tensor
 from unilinattn.errors import OptionError
 from unilinattn.host.isolation import in_gradient_mode
 from unilinattn.options import KernelShap
-from unilinattn.scoring.captum_run import Scores, TokenFunction, captum_method, relative_gap
+from unilinattn.scoring.numbers import Scores, TokenFunction, captum_method, relative_gap
 
 
 @captum_method(KernelShap, every_query=False)

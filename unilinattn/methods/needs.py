@@ -21,9 +21,9 @@ from unilinattn.registry import Method, list_methods
 from unilinattn.reruns.cut import Cut
 from unilinattn.reruns.embedded import EmbeddedModel
 from unilinattn.reruns.rerun import rerun
-from unilinattn.scoring.captum_run import TokenFunction, captum
 from unilinattn.scoring.gradient_maps import core_mixers
 from unilinattn.scoring.joint import Joint
+from unilinattn.scoring.numbers import TokenFunction, captum
 from unilinattn.scoring.selection import (
     only_target,
     query_rows,

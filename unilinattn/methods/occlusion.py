@@ -6,7 +6,7 @@ from torch import Tensor
 
 from unilinattn.errors import OptionError
 from unilinattn.options import Occlusion
-from unilinattn.scoring.captum_run import Scores, TokenFunction, captum_method
+from unilinattn.scoring.numbers import Scores, TokenFunction, captum_method
 
 
 @captum_method(Occlusion, every_query=False)

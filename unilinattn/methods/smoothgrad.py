@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from unilinattn.options import Smoothgrad
-from unilinattn.scoring.captum_run import Scores, TokenFunction, captum_method
+from unilinattn.scoring.numbers import Scores, TokenFunction, captum_method
 
 
 @captum_method(Smoothgrad)
