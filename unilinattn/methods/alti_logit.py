@@ -17,6 +17,7 @@ from unilinattn.progress import progress
 from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.estimate import Estimate, LayerCost
+from unilinattn.scoring.base import relative_gap
 from unilinattn.scoring.composition import Composition, composition, product_cost
 from unilinattn.scoring.maps import ONE_ROW, map_shape, sum_on_first
 from unilinattn.scoring.selection import (
@@ -70,8 +71,7 @@ def alti_logit(trace: Trace, options: AltiLogit, *, target: Target | None = None
     total = scores.double().sum(-1) + extras["bias"] + extras["remainder"]
     extras["gap"] = (total - extras["logit"]).abs()
     _require_complete(trace, layers, scores, extras)
-    value = extras["logit"].abs().clamp_min(torch.finfo(torch.float64).tiny)
-    gap = float((extras["gap"] / value).max())
+    gap = relative_gap(extras["gap"], extras["logit"])
     return scoring.result(scores, scope="layer", extras=extras, completeness_gap=gap, stream_error=errors)
 
 
@@ -174,7 +174,7 @@ def _require_complete(
 ) -> None:
     """Raise `ExactnessError` if the scores of an unpadded input miss the logit."""
     size = scores.double().abs().sum(-1) + extras["bias"].abs() + extras["remainder"].abs()
-    error = float((extras["gap"] / size.clamp_min(torch.finfo(torch.float64).tiny)).max())
+    error = relative_gap(extras["gap"], size)
     accepted = max(layer_tolerance(layer.precision) for layer in layers)
     # Written so that a NaN is refused too.
     if trace.mask is None and not error <= accepted:

@@ -4,7 +4,8 @@ from types import ModuleType
 
 from unilinattn.host.isolation import in_gradient_mode
 from unilinattn.options import IntegratedGradients
-from unilinattn.scoring.numbers import Scores, TokenFunction, captum_method, relative_gap
+from unilinattn.scoring.base import relative_gap
+from unilinattn.scoring.numbers import Scores, TokenFunction, captum_method
 
 
 @captum_method(IntegratedGradients)
@@ -21,4 +22,4 @@ def integrated_gradients(function: TokenFunction, options: IntegratedGradients, 
     )
     lowest = in_gradient_mode(False, lambda: function(start, function.sequences))
     extras = {"logit": function.value, "baseline": lowest, "delta": delta}
-    return Scores(products.sum(-1), extras, relative_gap(delta, function.value, lowest))
+    return Scores(products.sum(-1), extras, relative_gap(delta, function.value - lowest))

@@ -11,7 +11,8 @@ from torch import Tensor
 from unilinattn.errors import OptionError
 from unilinattn.host.isolation import in_gradient_mode
 from unilinattn.options import KernelShap
-from unilinattn.scoring.numbers import Scores, TokenFunction, captum_method, relative_gap
+from unilinattn.scoring.base import relative_gap
+from unilinattn.scoring.numbers import Scores, TokenFunction, captum_method
 
 
 @captum_method(KernelShap, every_query=False)
@@ -49,9 +50,9 @@ def kernel_shap(function: TokenFunction, options: KernelShap, captum: ModuleType
         return function.seeded(options.seed, estimate)
 
     scores = function.each_sequence(shapley)
-    missed = scores.sum(1) - (function.value - lowest)
+    difference = function.value - lowest
     extras = {"logit": function.value, "baseline": lowest}
-    return Scores(scores, extras, relative_gap(missed, function.value, lowest))
+    return Scores(scores, extras, relative_gap(scores.sum(1) - difference, difference))
 
 
 def _coalitions(count: int) -> Int[Tensor, "coalition token"]:

@@ -16,7 +16,7 @@ from unilinattn.progress import progress
 from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.estimate import Estimate, LayerCost
-from unilinattn.scoring.base import Scoring
+from unilinattn.scoring.base import Scoring, relative_gap
 from unilinattn.scoring.joint import Axes
 from unilinattn.scoring.selection import every_position, layers_from, only_target
 from unilinattn.tracing.token_streams import streams_read
@@ -80,8 +80,7 @@ def shares_result(
         write_rows(scores, rows, tokens, layered=by != "tokens")
         for name, values in _extras(shares, by).items():
             write_rows(extras[name], rows, values, layered=by != "tokens")
-    size = extras["logit"].abs().clamp_min(torch.finfo(torch.float64).tiny)
-    gap = float((extras["gap"] / size).max())
+    gap = relative_gap(extras["gap"], extras["logit"])
     padding = None if target is None or by == "layer" else padding_read(scores, axes.mask())
     doubts = tuple(doubt for doubt in (run.doubt, padding) if doubt is not None)
     result = scoring.result(scores, scope=None, extras=extras, completeness_gap=gap, warnings=doubts)

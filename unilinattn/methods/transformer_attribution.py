@@ -3,15 +3,13 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from jaxtyping import Float
-from torch import Tensor
-
 from unilinattn.frozen.run import FrozenRun, frozen
 from unilinattn.options import TransformerAttribution
 from unilinattn.options.bases import GradientMapOptions
 from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.estimate import Estimate
+from unilinattn.scoring.base import relative_gap
 from unilinattn.scoring.composition import composition_from
 from unilinattn.scoring.gradient_maps import AtCores, Factors, core_gradients, gradient_rollout, gradient_rollout_cost
 from unilinattn.tracing.layer import Layer
@@ -38,7 +36,7 @@ def transformer_attribution(
         run = frozen(trace, None if callable(options.scalar) else targets, rule="half")
         for position, gradients in zip(targets, core_gradients(scoring, targets), strict=True):
             relevance = run.complete_shares(position, options.scalar)
-            gaps.append(_largest_ratio(relevance.gap, relevance.value))
+            gaps.append(relative_gap(relevance.gap, relevance.value))
             slopes = _relevance_slopes(trace, run, scoring.layers, position, options)
             yield {name: [gradient, slopes[name]] for name, gradient in gradients.items()}
 
@@ -52,7 +50,3 @@ def _relevance_slopes(
     edges = {layer.name: mixed for layer, mixed in zip(trace.layers, run.mixed, strict=True)}
     gradients = iter(run.gradients([edge for layer in layers for edge in edges[layer.name]], target, options.scalar))
     return {layer.name: [MATRIX_SHARE * next(gradients) for _ in edges[layer.name]] for layer in layers}
-
-
-def _largest_ratio(gap: Float[Tensor, " batch"], value: Float[Tensor, " batch"]) -> float:
-    return float((gap / value.abs().clamp_min(1e-300)).max())

@@ -204,6 +204,11 @@ def _check_bytes(layer: Layer) -> int:
     return apply_elements(op.chains, op.inputs) * layer.output.element_size()
 
 
+def relative_gap(gap: Float[Tensor, "*row"], value: Float[Tensor, "*row"]) -> float:
+    """Return the largest size of a gap relative to that of the number that it belongs to."""
+    return float((gap.abs() / value.abs().clamp_min(torch.finfo(value.dtype).tiny)).max())
+
+
 def stored_options(options: Options, target: Target | None) -> dict[str, Any]:
     """Return the options and the target as plain Python values, for the result."""
     plain = torch.as_tensor(target, device="cpu").tolist() if target is not None else None

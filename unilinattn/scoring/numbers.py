@@ -255,11 +255,3 @@ def _explained(
         completeness_gap=max(gaps, default=None),
         extras=extras,
     )
-
-
-def relative_gap(
-    missed: Float[Tensor, " batch"], value: Float[Tensor, " batch"], baseline: Float[Tensor, " batch"]
-) -> float:
-    """Return the largest gap relative to the difference between the number and that of the baseline."""
-    size = (value - baseline).abs().clamp_min(torch.finfo(value.dtype).tiny)
-    return float((missed.abs() / size).max())
