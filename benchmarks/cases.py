@@ -25,9 +25,9 @@ from benchmarks.rivals import (
 from unilinattn.frozen.run import frozen
 from unilinattn.host.substitution import through_operators
 from unilinattn.methods.attribution import gradient_weights
-from unilinattn.methods.maps import Weight, vecmat
-from unilinattn.methods.selection import query_rows
 from unilinattn.options import weighted
+from unilinattn.scoring.maps import Weight, vecmat
+from unilinattn.scoring.selection import query_rows
 from unilinattn.tracing.trace import Trace
 
 

@@ -36,6 +36,7 @@ TESTS = (
     "tests/tracing",
     "tests/frozen",
     "tests/reruns",
+    "tests/scoring",
     "tests/testing",
     "tests/kernels",
     "tests/laws",

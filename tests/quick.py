@@ -21,7 +21,7 @@ SLOW = (
 NUMERIC = (
     *("tests/architectures/", "tests/frozen/", "tests/host/", "tests/kernels/", "tests/laws/", "tests/methods/"),
     *("tests/discovery/", "tests/mixers/", "tests/operator/", "tests/recording/", "tests/reruns/"),
-    *("tests/rules/", "tests/tracing/"),
+    *("tests/rules/", "tests/scoring/", "tests/tracing/"),
 )
 """Rooms whose tests ask one question of many hosts or structures."""
 

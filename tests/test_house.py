@@ -33,6 +33,7 @@ LAYERS = (
     ("discovery",),
     ("tracing",),
     ("frozen", "reruns"),
+    ("scoring",),
     ("methods",),
     ("examples",),
     ("evaluation",),

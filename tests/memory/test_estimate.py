@@ -11,7 +11,7 @@ import torch
 import unilinattn as ula
 from tests.memory.hosts import NAMES, linear, new_trace, traced
 from unilinattn.errors import InputError, MemoryLimitError, OptionError, UncoveredError
-from unilinattn.methods.maps import Weight
+from unilinattn.scoring.maps import Weight
 from unilinattn.testing.hosts import host
 from unilinattn.testing.peak import Peak, peak_of
 from unilinattn.tracing.layer import Layer

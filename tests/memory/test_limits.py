@@ -11,8 +11,8 @@ from tests.laws.structures import STRUCTURES, Draw, Structure
 from tests.memory.hosts import NAMES, linear, traced
 from unilinattn.errors import FactorError, InputError, MemoryLimitError, OptionError
 from unilinattn.memory import allowed, max_memory, reserved
-from unilinattn.methods.gradient_maps import weighted_blocks
 from unilinattn.mixers import DiagonalDecay
+from unilinattn.scoring.gradient_maps import weighted_blocks
 from unilinattn.testing import mixer_passes
 from unilinattn.testing.checks import matrix_free, without_matrices
 from unilinattn.testing.hosts import host

@@ -12,7 +12,7 @@ import torch
 import unilinattn as ula
 from tests.methods.refused import HOSTS, LENGTH, ids, prompted, recommended, t5
 from unilinattn.errors import InputError, UncoveredError, UnilinattnError
-from unilinattn.methods.needs import TRIED, Call, Needs
+from unilinattn.methods.needs import TRIED, Needs
 from unilinattn.methods.run import run_method
 from unilinattn.registry import Method, list_methods, overridden
 
@@ -47,7 +47,7 @@ def test_a_method_works_where_its_declared_needs_are_met(name: str, target: int 
         except UnilinattnError:
             continue
         works.add(method)
-    assert set(Needs(Call(traced(name), target, None, "all")).methods()) == works
+    assert set(Needs(traced(name), target, None, "all").methods()) == works
 
 
 @pytest.mark.parametrize(("name", "target"), CASES)
@@ -133,12 +133,12 @@ def test_knockout_of_one_side_has_the_tokens_that_its_layers_read() -> None:
 
 
 def test_what_is_not_tried_is_not_named() -> None:
-    call = Call(traced("Doge"), -1, None, "all")
+    new_needs = partial(Needs, traced("Doge"), -1, None, "all")
     silent = Method("silent", "", list_methods()["raw"].function)
     with overridden(silent):
-        assert "silent" not in Needs(call).methods() and "raw" in Needs(call).methods()
+        assert "silent" not in new_needs().methods() and "raw" in new_needs().methods()
     long = ula.trace(traced("Doge").host, ids().repeat(TRIED // LENGTH + 1, 1))
-    assert Needs(Call(long, -1, None, "all")).methods() == []
+    assert Needs(long, -1, None, "all").methods() == []
 
 
 def test_a_refusal_below_the_methods_names_none_of_them() -> None:

@@ -15,9 +15,11 @@ from tests.hosts import named as host
 from tests.methods.explicit import FIVE, MIXERS, Explicit, detached
 from tests.methods.hosts import BATCH, HOSTS, close, inputs, leaking, real_map, traced
 from unilinattn.errors import UncoveredError
-from unilinattn.methods import gradient_maps, transformer_attribution
+from unilinattn.methods import transformer_attribution
 from unilinattn.operator.flow import evaluated_by
 from unilinattn.operator.stages import walk
+from unilinattn.scoring import gradient_maps
+from unilinattn.scoring.cores import cores
 from unilinattn.testing.promote import promoted
 from unilinattn.tracing.trace import trace
 
@@ -128,9 +130,9 @@ def test_two_directions_add_up_before_the_clamp() -> None:
     layer = host_trace.layers[0]
     gradients = layer.core_pullback()(torch.randn(layer.output.shape, generator=torch.Generator().manual_seed(0)))
     products = []
-    for (mixer, value), g in zip(gradient_maps._cores(layer), gradients, strict=True):
-        by_head = (x.unflatten(-1, (mixer.heads, -1)) for x in (g, value))
-        products.append(mixer.tile() * torch.einsum("bihp,bjhp->bhij", *by_head))
+    for core, g in zip(cores(layer), gradients, strict=True):
+        by_head = g.unflatten(-1, (core.mixer.heads, -1))
+        products.append(core.mixer.tile() * torch.einsum("bihp,bjhp->bhij", by_head, core.value))
     assert len(products) == 2
     blocks = [block for _, block in gradient_maps.weighted_blocks(host_trace, layer, [gradients], "clamp")]
     expected = (products[0] + products[1]).clamp_min(0).mean(1)
@@ -195,13 +197,12 @@ def test_core_gradients_agree_with_central_differences(name: str) -> None:
         layer = trace(entry.model().double(), x, progress=False).layers[0]
         grad = torch.randn(layer.output.shape, dtype=torch.float64)
         pulled = layer.core_pullback()(grad)
-        cores = gradient_maps._cores(layer)
         for at, g in enumerate(pulled):
             direction = torch.randn_like(g)
             outputs = [_pushed(layer, len(pulled), at, sign * step * direction) for sign in (1, -1)]
             change = ((outputs[0] - outputs[1]) * grad).sum() / (2 * step)
             assert float(change) == pytest.approx(float((g * direction).sum()), rel=1e-6)
-    assert len(pulled) == len(cores)
+        assert len(pulled) == len(cores(layer))
 
 
 def _pushed(layer: Any, count: int, at: int, by: Tensor) -> Tensor:

@@ -25,7 +25,8 @@ from tests.methods.hosts import (
 from unilinattn.errors import MemoryLimitError, UncoveredError
 from unilinattn.memory import max_memory
 from unilinattn.methods import latim
-from unilinattn.methods.vectors import cancellation
+from unilinattn.scoring.selection import StepRows
+from unilinattn.scoring.vectors import cancellation
 from unilinattn.testing.promote import promoted
 from unilinattn.tracing.layer import Step
 from unilinattn.tracing.trace import trace as trace_of
@@ -226,8 +227,8 @@ def test_cancellation_is_the_sum_of_norms_over_the_norm_of_the_sum(name: str, pa
 
 
 def test_cancellation_of_zero_vectors_is_one_and_of_vectors_that_cancel_infinite() -> None:
-    layer = traced("mamba").layers[0]
-    rows = torch.tensor([[0, 1, 2]] * BATCH)
+    trace = traced("mamba")
+    rows = StepRows(trace, trace.layers[:1], torch.tensor([[0, 1, 2]] * BATCH))
     total = torch.tensor([[[0.0, 0.0], [3.0, 4.0], [0.0, 0.0]]] * BATCH)
-    ratio = cancellation(torch.tensor([[0.0, 10.0, 2.0]] * BATCH), total, 2.0, layer, rows)
+    ratio = cancellation(torch.tensor([[0.0, 10.0, 2.0]] * BATCH), total, 2.0, rows)
     assert ratio.tolist() == [[1.0, 2.0, float("inf")]] * BATCH

@@ -9,11 +9,11 @@ from unilinattn.errors import UncoveredError
 from unilinattn.kernels.contribution_norms import naive
 from unilinattn.kernels.contribution_norms.naive import Order
 from unilinattn.memory import max_memory
-from unilinattn.methods.vectors import contribution_tiles
 from unilinattn.mixers import DeltaRule, Dense, diagonal_decay
 from unilinattn.operator.operator import MixerOperator
 from unilinattn.operator.pairwise import PairwiseContributions
 from unilinattn.operator.stages import Branch, Matrix, Mix, Scale
+from unilinattn.scoring.vectors import contribution_tiles
 from unilinattn.testing import Host, relative_error
 from unilinattn.tracing.trace import trace
 

@@ -2,21 +2,18 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from unilinattn.aligned import aligned
-from unilinattn.analysis.pictures import Where, draw, heat_map
+from unilinattn.analysis.pictures import Figure, Where, draw, heat_map
 from unilinattn.errors import InputError
 from unilinattn.evaluation.metrics import rank_correlation
 from unilinattn.methods.raw import raw
 from unilinattn.tracing.trace import Trace
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -48,7 +45,7 @@ class ClsBias:
         rows = [("layer", "nearness"), *zip(self.layers, nearness, strict=True)]
         return f"ClsBias over {self.images} images\n" + aligned(rows, right=(1,))
 
-    def plot(self, where: Where = None) -> "Figure":
+    def plot(self, where: Where = None) -> Figure:
         """Draw one map of patches for each layer."""
         maps = zip(self.layers, self.maps, strict=True)
         panels = [heat_map(weights, name, rows="patch row", columns="patch column") for name, weights in maps]

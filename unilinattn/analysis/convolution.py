@@ -1,21 +1,17 @@
 """The channels of a layer's short convolution by token (Induction, section 4.2.2)."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from unilinattn.analysis.pictures import Where, draw, heat_map
+from unilinattn.analysis.pictures import Figure, Where, draw, heat_map
 from unilinattn.errors import InputError, OptionError, UncoveredError
 from unilinattn.evaluation.metrics import rank_correlation
 from unilinattn.mixers import Reversed
 from unilinattn.operator.stages import Mix, walk
 from unilinattn.tracing.layer import Layer
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -49,7 +45,7 @@ class ConvolutionTaps:
             raise OptionError(f"lag={lag} is out of range: the convolution has lags 0 to {self.taps.shape[1] - 1}.")
         return (self.taps.abs().argmax(1) == lag).nonzero().flatten()
 
-    def plot(self, where: Where = None) -> "Figure":
+    def plot(self, where: Where = None) -> Figure:
         """Draw the absolute taps, channels sorted by the tap of the current token (Induction Fig. 4)."""
         order = self.taps[:, 0].abs().argsort(descending=True)
         lags = [str(lag) for lag in range(self.taps.shape[1])]

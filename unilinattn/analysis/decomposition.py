@@ -11,9 +11,9 @@ from torch import Tensor
 
 from unilinattn.aligned import aligned
 from unilinattn.errors import InputError, OptionError, ResultFileError, UncoveredError, nearest
-from unilinattn.methods.selection import only_port, stackable_layers
 from unilinattn.options.bases import Activation
 from unilinattn.results import plots
+from unilinattn.scoring.selection import only_port, stackable_layers
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Trace
 

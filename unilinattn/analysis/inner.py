@@ -1,23 +1,19 @@
 """The N inner attention matrices of a head, and its query, key and history factors (HMA ACL Eq. 15-20)."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from unilinattn.analysis.cores import core_of
-from unilinattn.analysis.pictures import Where, draw, heat_map
+from unilinattn.analysis.pictures import Figure, Where, draw, heat_map
 from unilinattn.errors import OptionError, UncoveredError, nearest
 from unilinattn.kernels.precision import full_precision
 from unilinattn.memory import require_result
 from unilinattn.mixers import Reversed
 from unilinattn.mixers.base import CoreMixer, query_of
 from unilinattn.tracing.layer import Layer
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 MOST_PANELS = 16
 """Largest number of inner matrices in a picture; those with the largest entries are drawn."""
@@ -41,7 +37,7 @@ class InnerMatrices:
         """Show the layer, the head and the shape."""
         return f"InnerMatrices({self.layer}, head {self.head}, {tuple(self.matrices.shape)})"
 
-    def plot(self, where: Where = None, *, batch: int = 0) -> "Figure":
+    def plot(self, where: Where = None, *, batch: int = 0) -> Figure:
         """Draw the inner matrices of one sequence with the largest entries, one panel each."""
         matrices = self.matrices[batch]
         shown = matrices.abs().amax((1, 2)).topk(min(len(matrices), MOST_PANELS)).indices.sort().values.tolist()
@@ -76,7 +72,7 @@ class QueryKeyHistory:
         """The product of the factors, the head's attention matrix."""
         return torch.einsum("bin,bijn,bjn->bij", self.query, self.history, self.key)
 
-    def plot(self, where: Where = None, *, batch: int = 0) -> "Figure":
+    def plot(self, where: Where = None, *, batch: int = 0) -> Figure:
         """Draw the queries, the keys, the mean history over coordinates, and their product, for one sequence."""
         panels = [
             heat_map(self.query[batch].T, "query", rows="state coordinate", columns="token"),

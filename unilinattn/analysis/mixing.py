@@ -2,23 +2,19 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from unilinattn.aligned import aligned
-from unilinattn.analysis.pictures import Where, draw, points
+from unilinattn.analysis.pictures import Figure, Where, draw, points
 from unilinattn.call.exactness import relative_error, tolerance
 from unilinattn.errors import InputError
 from unilinattn.kernels.precision import full_precision
 from unilinattn.operator.stages import Matrix, Mix, Scale, Stage, walk
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Trace
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 FIXED = "fixed mixing"
 GATED = "fixed mixing with diagonal data control"
@@ -60,7 +56,7 @@ class Taxonomy:
         rows += [(x.layer, x.kind, f"{x.mixing:.1e}", f"{x.gating:.1e}") for x in self.layers]
         return f"Taxonomy of {self.model}\n" + aligned(rows, right=(2, 3))
 
-    def plot(self, where: Where = None) -> "Figure":
+    def plot(self, where: Where = None) -> Figure:
         """Draw the changes of each layer, with the limit of rounding; save them to a path or draw into given axes."""
         limit = min(x.limit for x in self.layers)
         # A logarithmic axis has no zero: changes below a thousandth of the limit are drawn there.

@@ -16,11 +16,12 @@ from unilinattn.viz.colours import DIVERGING, SEQUENTIAL
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure as Figure
 
     Where = str | os.PathLike[str] | Axes | None
 else:
-    Where = object
+    # matplotlib is optional, and imported only to draw.
+    Figure = Where = object
 
 LINES = ("#3d4fc0", "#d1503f", "#2a9d76", "#b07cc6", "#c98a00", "#4b5563")
 """Colours of lines, in order."""

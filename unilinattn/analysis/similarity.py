@@ -5,26 +5,22 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import product
 from math import log
-from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from unilinattn.aligned import aligned
-from unilinattn.analysis.maps import candidate_keys, row_distributions
-from unilinattn.analysis.pictures import Where, draw, heat_map
+from unilinattn.analysis.pictures import Figure, Where, draw, heat_map
+from unilinattn.analysis.statistics import candidate_keys, row_distributions
 from unilinattn.errors import InputError, UncoveredError
 from unilinattn.evaluation.metrics import rank_correlation
 from unilinattn.host.labels import token_text
 from unilinattn.memory import reserved
-from unilinattn.methods.maps import map_bytes
-from unilinattn.methods.selection import only_port
 from unilinattn.operator.edges import is_causal
+from unilinattn.scoring.maps import map_bytes
+from unilinattn.scoring.selection import only_port
 from unilinattn.tracing.trace import Trace
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -65,7 +61,7 @@ class LayerSimilarity:
         ]
         return "LayerSimilarity\n" + aligned(rows, right=(2, 3))
 
-    def plot(self, where: Where = None) -> "Figure":
+    def plot(self, where: Where = None) -> Figure:
         """Draw both matrices; layers are numbered in the order of `names`."""
         numbers = [str(number) for number in range(len(self.names))]
         labels = [f"{name}  {number}" for name, number in zip(self.names, numbers, strict=True)]

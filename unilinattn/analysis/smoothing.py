@@ -2,20 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from unilinattn.aligned import aligned
-from unilinattn.analysis.pictures import Where, draw, lines
+from unilinattn.analysis.pictures import Figure, Where, draw, lines
 from unilinattn.errors import InputError, UncoveredError
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Trace
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -36,7 +32,7 @@ class Oversmoothing:
             rows.append((name, str(len(mean) - 1), *(f"{x:.3f}" for x in (mean[0], mean[len(mean) // 2], mean[-1]))))
         return "Oversmoothing\n" + aligned(rows, right=range(1, 5))
 
-    def plot(self, where: Where = None) -> "Figure":
+    def plot(self, where: Where = None) -> Figure:
         """Draw the mean over sequences against the relative depth (HMA arXiv Fig. 6)."""
         series = {name: values.mean(1).tolist() for name, values in self.similarity.items()}
         title = "mean cosine similarity of tokens"

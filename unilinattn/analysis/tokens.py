@@ -1,21 +1,17 @@
 """Token vectors inside a layer: the keys that tokens write with, the queries and values, and their similarity."""
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from unilinattn.analysis.cores import core_of
-from unilinattn.analysis.pictures import Where, draw, heat_map
+from unilinattn.analysis.pictures import Figure, Where, draw, heat_map
 from unilinattn.errors import InputError
 from unilinattn.kernels.precision import full_precision
 from unilinattn.mixers.base import query_of
 from unilinattn.tracing.trace import Trace
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -89,7 +85,7 @@ class TokenSimilarity:
             f"beside it, {len(self.tokens)} tokens)"
         )
 
-    def plot(self, where: Where = None) -> "Figure":
+    def plot(self, where: Where = None) -> Figure:
         """Draw the matrix (Induction Fig. 3)."""
         labels = [str(token) for token in self.tokens.tolist()] if len(self.tokens) <= 40 else None
         panel = heat_map(

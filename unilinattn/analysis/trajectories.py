@@ -2,22 +2,19 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from unilinattn.analysis.cores import Core, core_of
-from unilinattn.analysis.pictures import Where, draw, heat_map
+from unilinattn.analysis.cores import core_of
+from unilinattn.analysis.pictures import Figure, Where, draw, heat_map
 from unilinattn.errors import InputError
 from unilinattn.kernels.precision import full_precision
 from unilinattn.memory import require_result
 from unilinattn.mixers.base import query_of
+from unilinattn.scoring.cores import Core
 from unilinattn.tracing.layer import Layer
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -36,7 +33,7 @@ class States:
         """Show the layer and the shape."""
         return f"States({self.layer}, {tuple(self.states.shape)})"
 
-    def plot(self, where: Where = None, *, batch: int = 0) -> "Figure":
+    def plot(self, where: Where = None, *, batch: int = 0) -> Figure:
         """Draw the norm of each coordinate of the state over heads and channels, for one sequence."""
         norms = self.states[batch].norm(dim=(1, 3)).T
         title = f"{self.layer}: norm of the state"
@@ -78,7 +75,7 @@ class Projection:
 
     def plot(
         self, where: Where = None, *, token: int, batch: int = 0, group: int = 0, labels: Sequence[str] | None = None
-    ) -> "Figure":
+    ) -> Figure:
         """Draw the projection on one token's vector, rows over positions, which `labels` name (Induction Fig. 6)."""
         values = self.values[batch, :, group, :, token].T
         title = f"{self.layer}: projection on token {token}"

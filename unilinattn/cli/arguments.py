@@ -1,8 +1,12 @@
-"""Arguments of the commands. Importing this module imports no torch, so that `--help` is printed at once."""
+"""Arguments of the commands, and their values. No import needs torch, so that `--help` is printed at once."""
 
 import argparse
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from unilinattn.errors import OptionError
 
 METHODS = ("logit", "raw", "rollout", "attribution", "latim", "alti")
 """Default methods of `compare` and `evaluate`."""
@@ -105,3 +109,31 @@ def _decomposition(commands: Any) -> None:
     split.add_argument("path", type=Path, nargs="?", metavar="PATH", help="a checkpoint (default: the trained models)")
     split.add_argument("--text", help="the input of the checkpoint")
     split.add_argument("--out", type=Path, help="folder for decomposition.png and decomposition.json")
+
+
+def names(texts: Sequence[str] | None) -> list[str]:
+    """Return the names of a list separated by spaces or commas, without repetitions."""
+    return list(dict.fromkeys(name for text in texts or () for name in text.split(",") if name))
+
+
+def entry(text: str) -> str | tuple[str, Mapping[str, Any]]:
+    """Return a name, or the name and the options of NAME:OPTION=VALUE:OPTION=VALUE.
+
+    Raises `OptionError` for an option without a value.
+    """
+    name, *pairs = text.split(":")
+    return (name, dict(option(text, pair) for pair in pairs)) if pairs else name
+
+
+def option(where: str, pair: str) -> tuple[str, Any]:
+    """Return the name and the value, as JSON or text, of NAME=VALUE.
+
+    Raises `OptionError`, which begins with `where`, for another text.
+    """
+    name, equals, value = pair.partition("=")
+    if not equals:
+        raise OptionError(f"{where} {pair!r} is not NAME=VALUE, such as p=1.")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value

@@ -10,8 +10,7 @@ from typing import Any
 from unilinattn.analysis import report, report_folder
 from unilinattn.analysis.compare import compare_models, compare_trained
 from unilinattn.analysis.comparison import ModelComparison
-from unilinattn.cli.arguments import METHODS
-from unilinattn.cli.values import names
+from unilinattn.cli.arguments import METHODS, names
 from unilinattn.errors import OptionError
 from unilinattn.evaluation.checkpoints import load_checkpoint, load_image_checkpoint, one_thread, quiet_hosts
 from unilinattn.evaluation.readers import image_files

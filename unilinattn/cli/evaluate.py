@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from unilinattn import examples
-from unilinattn.cli.values import entry, names
+from unilinattn.cli.arguments import entry, names
 from unilinattn.errors import OptionError
 from unilinattn.evaluation.checkpoints import DTYPES, load_checkpoint, one_thread, quiet_hosts
 from unilinattn.evaluation.evaluate import evaluate

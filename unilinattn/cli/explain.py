@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from unilinattn.aligned import aligned
-from unilinattn.cli.values import option
+from unilinattn.cli.arguments import option
 from unilinattn.errors import ExactnessWarning, OptionError, ResultFileError, SinkWarning, UncoveredError
 from unilinattn.evaluation.checkpoints import load_checkpoint, quiet_hosts
 from unilinattn.host.labels import token_text

@@ -98,15 +98,9 @@ def row_scores(
             f"None of the {counted.numel()} rows has both a relevant and an irrelevant candidate, so "
             "there is nothing to rank; check `relevant` and `valid`."
         )
-    ranking = _Ranking.of(scores[counted], hits[counted], candidates[counted])
-    return RowScores(
-        auc=float(ranking.auc().mean()),
-        ap=float(ranking.average_precision().mean()),
-        recall_at_k=float(ranking.recall_at_k().mean()),
-        hit_at_1=float(ranking.hit_at_1().mean()),
-        rows=rows,
-        dropped=counted.numel() - rows,
-    )
+    metrics = _ranked(scores[counted], hits[counted], candidates[counted])
+    means = {name: float(values.mean()) for name, values in metrics.items()}
+    return RowScores(**means, rows=rows, dropped=counted.numel() - rows)
 
 
 def rank_correlation(
@@ -220,53 +214,29 @@ def tensor_text(value: object) -> str:
     return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
-@dataclass(frozen=True)
-class _Ranking:
-    """Rows sorted by descending score: counts of keys above each key's group of ties, and up to the group's end."""
-
-    relevant: Float[Tensor, "row key"]
-    keys_above: Float[Tensor, "row key"]
-    keys_from: Float[Tensor, "row key"]
-    relevant_above: Float[Tensor, "row key"]
-    relevant_from: Float[Tensor, "row key"]
-
-    @classmethod
-    def of(
-        cls,
-        scores: Float[Tensor, "row key"],
-        relevant: Bool[Tensor, "row key"],
-        candidates: Bool[Tensor, "row key"],
-    ) -> "_Ranking":
-        order, first, final = _tie_groups(scores, candidates)
-        candidate, hit = candidates.gather(-1, order), relevant.gather(-1, order).double()
-        keys, hits = candidate.double().cumsum(-1), hit.cumsum(-1)
-        return cls(
-            relevant=hit,
-            keys_above=(keys - candidate.double()).gather(-1, first),
-            keys_from=keys.gather(-1, final),
-            relevant_above=(hits - hit).gather(-1, first),
-            relevant_from=hits.gather(-1, final),
-        )
-
-    def auc(self) -> Float[Tensor, " row"]:
-        others_above = self.keys_above - self.relevant_above
-        others_from = self.keys_from - self.relevant_from
-        below_or_half_tied = others_from[:, -1:] - (others_above + others_from) / 2
-        return (self.relevant * below_or_half_tied).sum(-1) / (self.relevant.sum(-1) * others_from[:, -1])
-
-    def average_precision(self) -> Float[Tensor, " row"]:
-        return (self.relevant * self.relevant_from / self.keys_from).sum(-1) / self.relevant.sum(-1)
-
-    def recall_at_k(self) -> Float[Tensor, " row"]:
-        k = self.relevant.sum(-1, keepdim=True)
-        at_k = k.long() - 1
-        above, tied_from = self.keys_above.gather(-1, at_k), self.keys_from.gather(-1, at_k)
-        hits_above, hits_from = self.relevant_above.gather(-1, at_k), self.relevant_from.gather(-1, at_k)
-        drawn = (k - above) / (tied_from - above)
-        return ((hits_above + drawn * (hits_from - hits_above)) / k).squeeze(-1)
-
-    def hit_at_1(self) -> Float[Tensor, " row"]:
-        return self.relevant_from[:, 0] / self.keys_from[:, 0]
+def _ranked(
+    scores: Float[Tensor, "row key"], relevant: Bool[Tensor, "row key"], candidates: Bool[Tensor, "row key"]
+) -> dict[str, Float[Tensor, " row"]]:
+    """Return the ranking metrics of each row by name."""
+    order, first, final = _tie_groups(scores, candidates)
+    candidate, hit = candidates.gather(-1, order).double(), relevant.gather(-1, order).double()
+    keys, hits = candidate.cumsum(-1), hit.cumsum(-1)
+    # Counts of keys, and of relevant ones, above the ties of each key, and up to their end.
+    keys_above, keys_from = (keys - candidate).gather(-1, first), keys.gather(-1, final)
+    hits_above, hits_from = (hits - hit).gather(-1, first), hits.gather(-1, final)
+    others_above, others_from = keys_above - hits_above, keys_from - hits_from
+    below_or_half_tied = others_from[:, -1:] - (others_above + others_from) / 2
+    k = hit.sum(-1, keepdim=True)
+    above, end, right_above, right_end = (
+        count.gather(-1, k.long() - 1) for count in (keys_above, keys_from, hits_above, hits_from)
+    )
+    drawn = (k - above) / (end - above)
+    return {
+        "auc": (hit * below_or_half_tied).sum(-1) / (hit.sum(-1) * others_from[:, -1]),
+        "ap": (hit * hits_from / keys_from).sum(-1) / hit.sum(-1),
+        "recall_at_k": ((right_above + drawn * (right_end - right_above)) / k).squeeze(-1),
+        "hit_at_1": hits_from[:, 0] / keys_from[:, 0],
+    }
 
 
 def _tie_groups(

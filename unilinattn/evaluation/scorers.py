@@ -9,11 +9,11 @@ from torch import Tensor
 
 from unilinattn.errors import InputError, OptionError, nearest
 from unilinattn.evaluation.samples import Sample, function_name
-from unilinattn.methods.maps import map_shape
 from unilinattn.methods.run import explain
 from unilinattn.options import Options
 from unilinattn.registry import method as registered
 from unilinattn.results.attribution import Attribution
+from unilinattn.scoring.maps import map_shape
 from unilinattn.tracing.trace import Trace
 from unilinattn.tracing.trust import Trust
 

@@ -1,137 +1,106 @@
 """`alti`: how much closer each token's share brings a row to its output, the residual stream included."""
 
-from collections.abc import Sequence
-
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from unilinattn.kernels.backend import implementation
-from unilinattn.methods.composition import layers_of, product_cost, score_steps, stacked_count
-from unilinattn.methods.costs import estimated
-from unilinattn.methods.heads import head_axis, through_heads
-from unilinattn.methods.joint import Joint
-from unilinattn.methods.latim import residual_of, stream_errors
-from unilinattn.methods.maps import blank_padding, gather_rows, map_shape, sum_on_first
-from unilinattn.methods.results import to_result
-from unilinattn.methods.selection import only_port, reads_own_tokens
-from unilinattn.methods.vectors import (
+from unilinattn.options import Alti
+from unilinattn.registry import register_method
+from unilinattn.results.attribution import Attribution
+from unilinattn.results.estimate import Estimate
+from unilinattn.scoring.composition import Composition, at_rows, layerwise, product_cost, score_steps, stacked_count
+from unilinattn.scoring.maps import blank_padding, map_shape, sum_on_first
+from unilinattn.scoring.selection import StepRows, only_port, reads_own_tokens, residual_of, stream_errors
+from unilinattn.scoring.vectors import (
     cancellation,
     contribution_tiles,
     head_tiles,
     head_tiles_cost,
     shares_cost,
+    through_heads,
 )
-from unilinattn.options import Alti
-from unilinattn.registry import register_method
-from unilinattn.results.attribution import Attribution
-from unilinattn.results.estimate import Estimate
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Target, Trace
 
 
 def cost(trace: Trace, options: Alti, *, target: Target | None = None) -> Estimate:
     """Return the cost of `alti`: tiles of vectors, or the vectors of a few rows; composed also that of two maps."""
-    layers = layers_of(trace, options)
-    if options.residual:
-        for layer in layers:
-            residual_of(trace, layer, "alti", options.without_stream)
+    scoring = layerwise(trace, options, target, options.heads)
+    for layer in scoring.layers if options.residual else ():
+        residual_of(trace, layer, "alti", options.without_stream)
     exact = options.activation == "exact"
-    batch, queries, _ = map_shape(layers[0])
+    batch, queries, _ = map_shape(scoring.layers[0])
 
     def of(layer: Layer) -> int:
         batch, queries, keys = map_shape(layer)
         rows = queries if target is None else 1
         apart = batch * rows * keys * layer.output.element_size() if options.layers == "mean" else 0
         if options.is_through_heads:
-            split = through_heads("alti", layer, options.heads, by_head=options.by_head)
-            return apart + head_tiles_cost(split, rows, exact=exact, products=True)
+            return apart + head_tiles_cost(through_heads(options, layer), rows, exact=exact, products=True)
         return apart + shares_cost((layer,), rows, exact=exact)
 
     # The cancellation of each row, and its share of the residual apart from heads.
     numbers = (2 if options.is_through_heads else 1) * batch * (queries if target is None else 1)
-    extras = stacked_count(trace, options, layers) * numbers * layers[0].output.element_size()
-    if options.compose == "rollout":
-        joint = Joint.of(trace, "alti", layers)
-        of_step, resident = product_cost(
-            joint, layers, target, lambda step: shares_cost(step, step[0].output.shape[1], exact=exact)
+    extras = stacked_count(scoring) * numbers * scoring.layers[0].output.element_size()
+    if isinstance(scoring, Composition):
+        return product_cost(
+            scoring, lambda step: shares_cost(step, step[0].output.shape[1], exact=exact), extras=extras
         )
-        axes = joint.axes(whole=target is None)
-        return estimated(options, layers, target, of_step, resident=resident, extras=extras, axes=axes)
-    axis = head_axis("alti", layers, options.heads) if options.by_head else None
-    return estimated(options, layers, target, of, heads=axis, extras=extras)
+    return scoring.estimate(of, extras=extras)
 
 
 @register_method(Alti, cost=cost)
 def alti(trace: Trace, options: Alti, *, target: Target | None = None) -> Attribution:
     """Run `Alti`."""
-    layers = layers_of(trace, options)
-    errors = stream_errors(trace, layers, "alti", options.without_stream) if options.residual else None
+    scoring = layerwise(trace, options, target, options.heads)
+    errors = stream_errors(trace, scoring.layers, "alti", options.without_stream) if options.residual else None
     ratios: dict[str, Tensor] = {}
     residuals: dict[str, Tensor] = {}
 
-    def fill(
-        step: Sequence[Layer], rows: Int[Tensor, "batch row"], out: Float[Tensor, "batch *head row key"]
-    ) -> Float[Tensor, "batch row"] | None:
-        residual: Tensor | None
-        if options.is_through_heads:
-            ratio, residual = _head_mixing(out, trace, step[0], rows, options)
-        else:
-            ratio, residual = mixing(out, trace, step, rows, options)
-        ratios[step[0].name] = ratio
+    def fill(rows: StepRows, out: Float[Tensor, "batch *head row key"]) -> Float[Tensor, "batch row"] | None:
+        mix = _head_mixing if options.is_through_heads else mixing
+        ratios[rows.layer.name], residual = mix(out, rows, options)
         if residual is not None:
-            residuals[step[0].name] = residual
+            residuals[rows.layer.name] = residual
         return residual
 
-    axis = head_axis("alti", layers, options.heads) if options.by_head else None
-    scores, composed = score_steps(trace, options, layers, target, fill, heads=axis)
+    scores, scale = score_steps(scoring, fill)
+    extras = {"cancellation": at_rows(scoring, ratios), **scale}
     # A step without a share apart has that of its token among the keys.
-    apart = residuals if len(residuals) == len(ratios) else {}
-    return to_result(
-        trace,
-        options,
-        layers,
-        scores,
-        target=target,
-        scope="layer",
-        heads=axis,
-        axes=composed.axes,
-        extras=composed.by_row({"cancellation": ratios, **({"residual": apart} if apart else {})}),
-        scale=composed.scale,
-        stream_error=errors,
-    )
+    if len(residuals) == len(ratios):
+        extras["residual"] = at_rows(scoring, residuals)
+    return scoring.result(scores, scope="layer", extras=extras, stream_error=errors)
+
+
+def _stream(trace: Trace, layer: Layer, options: Alti) -> Float[Tensor, "batch query out"]:
+    """Return the stream that is part of y_i: zeros with residual=False."""
+    if not options.residual:
+        return torch.zeros_like(layer.output)
+    return residual_of(trace, layer, "alti", options.without_stream)
 
 
 def mixing(
-    out: Float[Tensor, "batch row key"],
-    trace: Trace,
-    step: Sequence[Layer],
-    rows: Int[Tensor, "batch row"],
-    options: Alti,
+    out: Float[Tensor, "batch row key"], rows: StepRows, options: Alti
 ) -> tuple[Float[Tensor, "batch row"], Float[Tensor, "batch row"] | None]:
     """Write rows of P of one step into `out`, which is zero: each real token's share of y_i, rows summing to 1.
 
     Returns the rows' cancellation, and the share of each row's own token if that is none of the keys, else None.
     """
-    first = step[0]
-    stream = (
-        residual_of(trace, first, "alti", options.without_stream)
-        if options.residual
-        else torch.zeros_like(first.output)
-    )
-    is_among_keys = reads_own_tokens(trace, first)
-    step = [layer.added for layer in step]
+    stream = _stream(rows.trace, rows.layer, options)
+    is_among_keys = reads_own_tokens(rows.trace, rows.layer)
+    step = [layer.added for layer in rows.step]
     output = sum_on_first([stream, *(layer.multiplier * layer.output for layer in step)])
     factors = [layer.multiplier for layer in step]
-    extra, reference = gather_rows(stream, rows), gather_rows(output, rows)
-    sizes, total = output.new_zeros(rows.shape), torch.zeros_like(reference)
+    extra, reference = rows.of(stream), rows.of(output)
+    sizes, total = output.new_zeros(reference.shape[:2]), torch.zeros_like(reference)
     # The sum of all rows takes linear time, that of their tiles as long as a product with W.
-    in_linear_time = options.activation == "exact" and rows.shape[1] == output.shape[1]
+    in_linear_time = options.activation == "exact" and rows.are_all
     if in_linear_time:
         applied = (op.apply(op.inputs, bias=False) for op in map(only_port, step))
-        total = gather_rows(sum_on_first([f * y for f, y in zip(factors, applied, strict=True)]), rows)
+        total = rows.of(sum_on_first([f * y for f, y in zip(factors, applied, strict=True)]))
     # A pair without a tile has T_i(x_j) = 0 and a score of 0.
-    for tile in contribution_tiles(step, factors, rows, options.activation):
+    for tile in contribution_tiles(step, factors, rows.index, options.activation):
         scores, magnitudes = tile.alti_norms(reference[:, tile.rows])
         sizes[:, tile.rows] += magnitudes.sum(-1)
         if not in_linear_time:
@@ -140,50 +109,41 @@ def mixing(
             scores = tile.with_extra(scores, "alti", extra[:, tile.rows], reference[:, tile.rows])
         out[:, tile.rows, tile.cols] = scores
     out.clamp_min_(0)
-    blank_padding(out, trace, first, rows)
-    ratio = cancellation(sizes, total, 1.0, first, rows)
+    blank_padding(out, rows)
+    ratio = cancellation(sizes, total, 1.0, rows)
     if not is_among_keys:
         residual = _nearness(extra.unsqueeze(1), reference).squeeze(1)
-        return ratio, normalized_with(out.unsqueeze(1), residual, first, rows)
+        return ratio, normalized_with(out.unsqueeze(1), residual, rows)
     row_sums = out.sum(-1, keepdim=True)
     out.div_(row_sums.masked_fill(row_sums == 0, 1))
     # A row in which every entry is clipped is one-hot on its own token; a row of padding stays zero.
-    out.scatter_add_(2, rows.unsqueeze(-1), (row_sums == 0).to(out))
-    blank_padding(out, trace, first, rows)
+    out.scatter_add_(2, rows.index.unsqueeze(-1), (row_sums == 0).to(out))
+    blank_padding(out, rows)
     return ratio, None
 
 
 def _head_mixing(
-    out: Float[Tensor, "batch *head row key"],
-    trace: Trace,
-    layer: Layer,
-    rows: Int[Tensor, "batch row"],
-    options: Alti,
+    out: Float[Tensor, "batch *head row key"], rows: StepRows, options: Alti
 ) -> tuple[Float[Tensor, "batch row"], Float[Tensor, "batch row"]]:
     """Write the shares of heads and keys in y_i into `out`, which is zero.
 
     Returns the rows' cancellation and the shares of the residual.
     """
-    layer = layer.added
-    split, factor = through_heads("alti", layer, options.heads, by_head=options.by_head), layer.multiplier
-    stream = (
-        residual_of(trace, layer, "alti", options.without_stream)
-        if options.residual
-        else torch.zeros_like(layer.output)
-    )
-    output = gather_rows(stream + factor * layer.output, rows)
+    layer = rows.layer.added
+    split, factor, stream = through_heads(options, layer), layer.multiplier, _stream(rows.trace, layer, options)
+    output = rows.of(stream + factor * layer.output)
     by_part = out if options.by_head else out.unsqueeze(1)
-    sizes, total = output.new_zeros(rows.shape), torch.zeros_like(output)
-    for span, tile in head_tiles(split, factor, rows, options.activation):
+    sizes, total = output.new_zeros(output.shape[:2]), torch.zeros_like(output)
+    for span, tile in head_tiles(split, factor, rows.index, options.activation):
         scores, magnitudes = tile.alti_norms(output[:, tile.rows])
         sizes[:, tile.rows] += magnitudes.sum((1, 3))
         total[:, tile.rows] += tile.total()
         by_part[:, span, tile.rows, tile.cols] = scores
     by_part.clamp_min_(0)
     for scores in by_part.unbind(1):
-        blank_padding(scores, trace, layer, rows)
-    residual = _nearness(gather_rows(stream + factor * split.around(), rows).unsqueeze(1), output).squeeze(1)
-    return cancellation(sizes, total, 1.0, layer, rows), normalized_with(by_part, residual, layer, rows)
+        blank_padding(scores, rows)
+    residual = _nearness(rows.of(stream + factor * split.around()).unsqueeze(1), output).squeeze(1)
+    return cancellation(sizes, total, 1.0, rows), normalized_with(by_part, residual, rows)
 
 
 def _nearness(
@@ -196,10 +156,7 @@ def _nearness(
 
 
 def normalized_with(
-    scores: Float[Tensor, "batch part row key"],
-    residual: Float[Tensor, "batch row"],
-    layer: Layer,
-    rows: Int[Tensor, "batch row"],
+    scores: Float[Tensor, "batch part row key"], residual: Float[Tensor, "batch row"], rows: StepRows
 ) -> Float[Tensor, "batch row"]:
     """Divide the scores of each row by the sum of all its parts, keys and residual; return the residual's share."""
     row_sums = scores.sum((1, 3)) + residual
@@ -208,4 +165,4 @@ def normalized_with(
     scores.div_(row_sums[:, None, :, None])
     # A row in which every unit is clipped is all residual; a row of padding stays zero.
     residual = torch.where(clipped, torch.ones_like(residual), residual / row_sums)
-    return residual if layer.mask is None else residual.masked_fill(~layer.mask.gather(1, rows), 0)
+    return residual.masked_fill(~rows.real, 0)

@@ -11,28 +11,29 @@ from unilinattn.errors import ExactnessError, UncoveredError
 from unilinattn.frozen.run import frozen
 from unilinattn.memory import reserved
 from unilinattn.methods.alti import mixing
-from unilinattn.methods.composition import joint_bytes, product_cost
-from unilinattn.methods.costs import estimated
-from unilinattn.methods.joint import Joint
-from unilinattn.methods.latim import residual_of, stream_errors
 from unilinattn.methods.logit import write_rows
-from unilinattn.methods.maps import ONE_ROW, gather_rows, map_shape, sum_on_first
-from unilinattn.methods.results import allocate_scores, make_result
-from unilinattn.methods.selection import (
-    begins_stream,
-    every_position,
-    layers_from,
-    only_port,
-    only_target,
-    query_rows,
-    streams_of,
-)
-from unilinattn.methods.vectors import contribution_tiles, shares_cost
 from unilinattn.options import Alti, AltiLogit
 from unilinattn.progress import progress
 from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.estimate import Estimate, LayerCost
+from unilinattn.scoring.base import relative_gap
+from unilinattn.scoring.composition import Composition, composition, product_cost
+from unilinattn.scoring.maps import ONE_ROW, map_shape, sum_on_first
+from unilinattn.scoring.selection import (
+    StepRows,
+    begins_stream,
+    every_position,
+    gather_rows,
+    layers_from,
+    only_port,
+    only_target,
+    query_rows,
+    residual_of,
+    stream_errors,
+    streams_of,
+)
+from unilinattn.scoring.vectors import contribution_tiles, shares_cost
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Target, Trace
 
@@ -44,19 +45,18 @@ EXTRAS = ("bias", "remainder", "logit", "gap")
 def cost(trace: Trace, options: AltiLogit, *, target: Target | None = None) -> Estimate:
     """Return the cost of `alti_logit`: a run of the model, and the map of every step with its product."""
     layers = _layers(trace)
-    target = only_target(trace, target, options.scalar)
-    joint = Joint.of(trace, NAME, layers)
-    batch, queries, keys = joint.axes(whole=False).shape
-    rows, width = queries if target is None else 1, layers[0].output.element_size()
-
-    of, resident = product_cost(
-        joint, layers, target, lambda step: shares_cost(step, map_shape(step[0])[1], exact=True)
-    )
+    scoring = composition(trace, options, only_target(trace, target, options.scalar), layers)
+    batch, rows, keys = scoring.sizes.values()
+    width = layers[0].output.element_size()
     before = LayerCost("frozen run", "forward pass", trace.frozen_cost(rows))
-    # The unembedding of every row, and one row for each number of the extras in float64.
-    resident += batch * rows * keys * width + layers[-1].output.numel() * width
-    extras, axes = 8 * batch * rows * len(EXTRAS), joint.axes(whole=False)
-    return estimated(options, layers, target, of, resident=resident, extras=extras, before=[before], axes=axes)
+    return product_cost(
+        scoring,
+        lambda step: shares_cost(step, map_shape(step[0])[1], exact=True),
+        # The unembedding of every row, and one row for each number of the extras in float64.
+        resident=batch * rows * keys * width + layers[-1].output.numel() * width,
+        extras=8 * batch * rows * len(EXTRAS),
+        before=[before],
+    )
 
 
 @register_method(AltiLogit, cost=cost)
@@ -64,36 +64,19 @@ def alti_logit(trace: Trace, options: AltiLogit, *, target: Target | None = None
     """Run `AltiLogit`."""
     layers = _layers(trace)
     errors = stream_errors(trace, layers, NAME)
-    target = only_target(trace, target, options.scalar)
-    joint = Joint.of(trace, NAME, layers)
-    stream, gradient, extras = _unembedded(trace, layers[-1], target, options)
-    scores, biases = _accumulated(joint, options, layers, target, gradient, stream)
+    scoring = composition(trace, options, only_target(trace, target, options.scalar), layers)
+    stream, gradient, extras = _unembedded(scoring)
+    scores, biases = _accumulated(scoring, gradient, stream)
     extras["bias"] += biases
     total = scores.double().sum(-1) + extras["bias"] + extras["remainder"]
     extras["gap"] = (total - extras["logit"]).abs()
     _require_complete(trace, layers, scores, extras)
-    value = extras["logit"].abs().clamp_min(torch.finfo(torch.float64).tiny)
-    return make_result(
-        trace,
-        options,
-        layers,
-        scores,
-        target=target,
-        scope="layer",
-        axes=joint.axes(whole=False),
-        extras=extras,
-        completeness_gap=float((extras["gap"] / value).max()),
-        stream_error=errors,
-    )
+    gap = relative_gap(extras["gap"], extras["logit"])
+    return scoring.result(scores, scope="layer", extras=extras, completeness_gap=gap, stream_error=errors)
 
 
 def _accumulated(
-    joint: Joint,
-    options: AltiLogit,
-    layers: Sequence[Layer],
-    target: Target | None,
-    gradient: Float[Tensor, "batch query out"],
-    above: Float[Tensor, "batch query out"],
+    scoring: Composition[AltiLogit], gradient: Float[Tensor, "batch query out"], above: Float[Tensor, "batch query out"]
 ) -> tuple[Float[Tensor, "batch row key"], Float[Tensor, "batch row"]]:
     """Return the scores and the part of the layers' biases, from the last step to the first.
 
@@ -101,8 +84,8 @@ def _accumulated(
     last sum. What an encoder adds to its stream reaches the logit through the layers that read it: only the steps of
     the last layer's stream add vectors of their own tokens.
     """
-    trace, slot = joint.trace, joint.slot(joint.trace.target_stream)
-    scores = allocate_scores(options, layers, target, axes=joint.axes(whole=False))
+    trace, joint, target, scores = scoring.trace, scoring.joint, scoring.target, scoring.allocate()
+    slot = joint.slot(trace.target_stream)
     biases = torch.zeros(scores.shape[:2], dtype=torch.float64, device=scores.device)
 
     def along(vectors: Float[Tensor, "batch query out"]) -> Float[Tensor, "batch query"]:
@@ -113,8 +96,7 @@ def _accumulated(
         tokens = scores[:, :, slot]
         (tokens.diagonal(dim1=1, dim2=2) if target is None else tokens[:, 0]).add_(along(vectors))
 
-    size = joint_bytes(joint, layers)
-    with reserved(size + scores.numel() * scores.element_size(), f"{NAME}: the map of a step and its product", ONE_ROW):
+    with reserved(scoring.map_bytes + scores.nbytes, f"{NAME}: the map of a step and its product", ONE_ROW):
         for step in progress(joint.steps[::-1], NAME):
             written, read = streams_of(trace, step[0])
             stream = residual_of(trace, step[0], NAME)
@@ -124,7 +106,7 @@ def _accumulated(
                 after = sum_on_first([stream, *(f * layer.output for f, layer in zip(factors, added, strict=True))])
                 add(above.to(after) - after)
             share = step[0].output.new_zeros(map_shape(step[0]))
-            _, residual = mixing(share, trace, step, rows.to(share.device), Alti())
+            _, residual = mixing(share, StepRows(trace, step, rows.to(share.device)), Alti())
             scores = scores @ joint.whole(step, share, residual).to(scores)
             if not is_last:
                 continue
@@ -148,19 +130,20 @@ def _accumulated(
 
 
 def _unembedded(
-    trace: Trace, layer: Layer, target: Target | None, options: AltiLogit
+    scoring: Composition[AltiLogit],
 ) -> tuple[Float[Tensor, "batch query out"], Float[Tensor, "batch query out"], dict[str, Float[Tensor, "batch row"]]]:
     """Return the stream after the last sum, U, and the extras without the layers' biases, of one frozen run.
 
     U is that of the target's logit at every position, or without a target that of each position's own logit there.
     """
+    trace, target, scalar, layer = scoring.trace, scoring.target, scoring.options.scalar, scoring.layers[-1]
     targets = every_position(trace) if target is None else [target]
-    run = frozen(trace, None if callable(options.scalar) else targets)
+    run = frozen(trace, None if callable(scalar) else targets)
     gradient = torch.zeros_like(layer.output)
     count = layer.output.shape[1] if target is None else 1
     extras = {name: gradient.new_zeros(len(gradient), count, dtype=torch.float64) for name in EXTRAS}
     for position in progress(targets, NAME):
-        unembedding = run.unembedding(position, options.scalar)
+        unembedding = run.unembedding(position, scalar)
         if target is None:
             rows = query_rows(trace, layer, position)
             write_rows(gradient, rows.squeeze(1), gather_rows(unembedding.gradient.to(gradient), rows).squeeze(1))
@@ -191,7 +174,7 @@ def _require_complete(
 ) -> None:
     """Raise `ExactnessError` if the scores of an unpadded input miss the logit."""
     size = scores.double().abs().sum(-1) + extras["bias"].abs() + extras["remainder"].abs()
-    error = float((extras["gap"] / size.clamp_min(torch.finfo(torch.float64).tiny)).max())
+    error = relative_gap(extras["gap"], size)
     accepted = max(layer_tolerance(layer.precision) for layer in layers)
     # Written so that a NaN is refused too.
     if trace.mask is None and not error <= accepted:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from math import prod
 
 import torch
 from jaxtyping import Float
@@ -9,29 +10,25 @@ from torch import Tensor
 
 from unilinattn.errors import UncoveredError
 from unilinattn.memory import reserved
-from unilinattn.methods.composition import joint_bytes, weighted_rollout
-from unilinattn.methods.costs import estimated, gradient_passes, head_cost, map_cost, postprocess_cost, vecmat_cost
-from unilinattn.methods.joint import Joint
-from unilinattn.methods.maps import (
-    ONE_ROW,
-    Weight,
-    attention_map,
-    map_blocks,
-    map_bytes,
-    vecmat,
-)
-from unilinattn.methods.results import make_result
-from unilinattn.methods.scaled import Blocks
-from unilinattn.methods.selection import (
-    layers_from,
-    mixing_operator,
-    one_scalar,
-    reads_own_tokens,
-)
 from unilinattn.options import weighted
 from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.estimate import Estimate
+from unilinattn.scoring.composition import composition_from, weighted_cost, weighted_rollout
+from unilinattn.scoring.maps import (
+    ONE_ROW,
+    Weight,
+    attention_map,
+    head_cost,
+    map_blocks,
+    map_bytes,
+    map_cost,
+    postprocess_cost,
+    vecmat,
+    vecmat_cost,
+)
+from unilinattn.scoring.scaled import Blocks
+from unilinattn.scoring.selection import mixing_operator, one_scalar, reads_own_tokens
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Target, Trace
 
@@ -43,14 +40,13 @@ def cost(trace: Trace, options: weighted.Attribution, *, target: Target | None =
 
     A gradient is a forward and a backward pass of the model, block by block (see `Trace.gradient`).
     """
-    layers = layers_from(trace, "attribution", options.start_layer)
-    joint = Joint.of(trace, "attribution", layers)
-    weights = sum(layer.output.shape[0] * layer.output.shape[1] * layer.output.element_size() for layer in layers)
-    one_map, maps = target is None and one_scalar(trace, options.scalar), 0
+    scoring = composition_from(trace, options, target)
+    resident = sum(prod(layer.output.shape[:2]) * layer.output.element_size() for layer in scoring.layers)
+    one_map = target is None and one_scalar(trace, options.scalar)
     if one_map:
-        maps = joint_bytes(joint, layers)
+        resident += scoring.map_bytes
     elif target is None and not (options.is_linear or options.by_head):
-        maps = sum(map(map_bytes, layers))
+        resident += sum(map(map_bytes, scoring.layers))
 
     def of(layer: Layer) -> int:
         if options.by_head:
@@ -61,18 +57,16 @@ def cost(trace: Trace, options: weighted.Attribution, *, target: Target | None =
             return vecmat_cost(layer, options)
         return max(vecmat_cost(layer, options, computed=True), map_cost(layer, options))
 
-    before, axes = gradient_passes(trace, options), joint.axes(whole=False)
-    return estimated(options, layers, target, of, resident=maps + weights, before=before, axes=axes)
+    return weighted_cost(scoring, of, resident=resident)
 
 
 @register_method(weighted.Attribution, cost=cost)
 def attribution(trace: Trace, options: weighted.Attribution, *, target: Target | None = None) -> Attribution:
     """Run `Attribution`."""
-    layers = layers_from(trace, "attribution", options.start_layer)
-    joint = Joint.of(trace, "attribution", layers)
+    scoring = composition_from(trace, options, target)
     # Each row weights the maps by another gradient, so all maps are kept; those of all heads are computed again.
     each_row = target is None and not one_scalar(trace, options.scalar)
-    mapped = layers if each_row and not (options.is_linear or options.by_head) else ()
+    mapped = scoring.layers if each_row and not (options.is_linear or options.by_head) else ()
     what = f"attribution without a target keeps the maps of {len(mapped)} layers, which together"
     with reserved(sum(map(map_bytes, mapped)), what, ONE_ROW):
         attention = {layer.name: attention_map(layer, options) for layer in mapped}
@@ -84,10 +78,8 @@ def attribution(trace: Trace, options: weighted.Attribution, *, target: Target |
         def blocks(weights: Weights, layer: Layer) -> Blocks:
             return map_blocks(trace, layer, options, weight=weights[layer.name])
 
-        weigh = partial(gradient_weights, trace, layers, options=options)
-        rho, scale = weighted_rollout(joint, options, layers, target, weigh, multiply, blocks)
-    axes = joint.axes(whole=False)
-    return make_result(trace, options, layers, rho, target=target, scope=options.scope, axes=axes, extras=scale)
+        weigh = partial(gradient_weights, trace, scoring.layers, options=options)
+        return weighted_rollout(scoring, options.scope, weigh, multiply, blocks)
 
 
 def gradient_weights(

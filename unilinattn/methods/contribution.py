@@ -6,24 +6,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from unilinattn.kernels.row_product.naive import Sign, apply_sign
-from unilinattn.methods.composition import weighted_rollout
-from unilinattn.methods.costs import estimated, gradient_passes
-from unilinattn.methods.joint import Joint
-from unilinattn.methods.maps import map_shape
-from unilinattn.methods.results import make_result
-from unilinattn.methods.selection import (
-    key_mask,
-    layers_from,
-    one_scalar,
-    only_port,
-    query_rows,
-)
-from unilinattn.methods.vectors import contribution_tiles, shares_cost
 from unilinattn.operator.cost import apply_elements
 from unilinattn.options import Contribution
 from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.estimate import Estimate
+from unilinattn.scoring.composition import composition_from, weighted_cost, weighted_rollout
+from unilinattn.scoring.maps import map_shape
+from unilinattn.scoring.selection import key_mask, one_scalar, only_port, query_rows
+from unilinattn.scoring.vectors import contribution_tiles, shares_cost
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Target, Trace
 
@@ -35,8 +26,7 @@ def cost(trace: Trace, options: Contribution, *, target: Target | None = None) -
 
     With sign="keep" and a target, one adjoint pass takes their place.
     """
-    layers = layers_from(trace, "contribution", options.start_layer)
-    joint = Joint.of(trace, "contribution", layers)
+    scoring = composition_from(trace, options, target)
     one_row = target is not None or not one_scalar(trace, options.scalar)
 
     def of(layer: Layer) -> int:
@@ -46,15 +36,12 @@ def cost(trace: Trace, options: Contribution, *, target: Target | None = None) -
         return shares_cost((layer,), map_shape(layer)[1], exact=True)
 
     resident = sum(layer.output.nbytes for layer in trace.layers)
-    before, axes = gradient_passes(trace, options), joint.axes(whole=False)
-    return estimated(options, layers, target, of, resident=resident, before=before, axes=axes)
+    return weighted_cost(scoring, of, resident=resident)
 
 
 @register_method(Contribution, cost=cost)
 def contribution(trace: Trace, options: Contribution, *, target: Target | None = None) -> Attribution:
     """Run `Contribution`."""
-    layers = layers_from(trace, "contribution", options.start_layer)
-    joint = Joint.of(trace, "contribution", layers)
     names = [layer.name for layer in trace.layers]
 
     def weigh(targets: Sequence[Target]) -> Iterator[Gradients]:
@@ -63,9 +50,7 @@ def contribution(trace: Trace, options: Contribution, *, target: Target | None =
     def multiply(gradients: Gradients, _: Tensor, rows: Tensor, layer: Layer) -> Tensor:
         return _product(rows, trace, layer, gradients[layer.name], options.sign)
 
-    scores, scale = weighted_rollout(joint, options, layers, target, weigh, multiply)
-    axes = joint.axes(whole=False)
-    return make_result(trace, options, layers, scores, target=target, scope="layer", axes=axes, extras=scale)
+    return weighted_rollout(composition_from(trace, options, target), "layer", weigh, multiply)
 
 
 def _product(

@@ -1,21 +1,15 @@
 """`gradient`: the gradient of a logit with respect to each token's vector, by captum."""
 
-from unilinattn.methods.captum_run import Scores, TokenFunction, captum, explained
+from types import ModuleType
+
 from unilinattn.options import Gradient
-from unilinattn.registry import register_method
-from unilinattn.results.attribution import Attribution
-from unilinattn.tracing.trace import Target, Trace
+from unilinattn.scoring.numbers import Scores, TokenFunction, captum_method
 
 
-@register_method(Gradient)
-def gradient(trace: Trace, options: Gradient, *, target: Target | None = None) -> Attribution:
+@captum_method(Gradient)
+def gradient(function: TokenFunction, options: Gradient, captum: ModuleType) -> Scores:
     """Run `Gradient`."""
-    algorithms = captum()
-
-    def score(function: TokenFunction) -> Scores:
-        slopes = algorithms.Saliency(function).attribute(
-            function.vectors, abs=options.sign == "abs", additional_forward_args=(function.sequences,)
-        )
-        return Scores(slopes.sum(-1))
-
-    return explained(trace, options, target, score)
+    slopes = captum.Saliency(function).attribute(
+        function.vectors, abs=options.sign == "abs", additional_forward_args=(function.sequences,)
+    )
+    return Scores(slopes.sum(-1))

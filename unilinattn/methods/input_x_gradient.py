@@ -1,21 +1,15 @@
 """`input_x_gradient`: each token's vector times the gradient of a logit, by captum."""
 
-from unilinattn.methods.captum_run import Scores, TokenFunction, captum, explained
+from types import ModuleType
+
 from unilinattn.options import InputXGradient
-from unilinattn.registry import register_method
-from unilinattn.results.attribution import Attribution
-from unilinattn.tracing.trace import Target, Trace
+from unilinattn.scoring.numbers import Scores, TokenFunction, captum_method
 
 
-@register_method(InputXGradient)
-def input_x_gradient(trace: Trace, options: InputXGradient, *, target: Target | None = None) -> Attribution:
+@captum_method(InputXGradient)
+def input_x_gradient(function: TokenFunction, _: InputXGradient, captum: ModuleType) -> Scores:
     """Run `InputXGradient`."""
-    algorithms = captum()
-
-    def score(function: TokenFunction) -> Scores:
-        products = algorithms.InputXGradient(function).attribute(
-            function.vectors, additional_forward_args=(function.sequences,)
-        )
-        return Scores(products.sum(-1))
-
-    return explained(trace, options, target, score)
+    products = captum.InputXGradient(function).attribute(
+        function.vectors, additional_forward_args=(function.sequences,)
+    )
+    return Scores(products.sum(-1))

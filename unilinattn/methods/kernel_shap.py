@@ -1,6 +1,7 @@
 """`kernel_shap`: Shapley values of the tokens, from every coalition or estimated from samples by captum."""
 
 from math import comb
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -9,26 +10,17 @@ from torch import Tensor
 
 from unilinattn.errors import OptionError
 from unilinattn.host.isolation import in_gradient_mode
-from unilinattn.methods.captum_run import Scores, TokenFunction, captum, explained, relative_gap
 from unilinattn.options import KernelShap
-from unilinattn.registry import register_method
-from unilinattn.results.attribution import Attribution
-from unilinattn.tracing.trace import Target, Trace
+from unilinattn.scoring.base import relative_gap
+from unilinattn.scoring.numbers import Scores, TokenFunction, captum_method
 
 
-@register_method(KernelShap)
-def kernel_shap(trace: Trace, options: KernelShap, *, target: Target | None = None) -> Attribution:
+@captum_method(KernelShap, every_query=False)
+def kernel_shap(function: TokenFunction, options: KernelShap, captum: ModuleType) -> Scores:
     """Run `KernelShap`."""
-    algorithms = captum()
+    lowest = in_gradient_mode(False, lambda: function(function.baseline(options.baseline), function.sequences))
 
-    def score(function: TokenFunction) -> Scores:
-        lowest = in_gradient_mode(False, lambda: function(function.baseline(options.baseline), function.sequences))
-        scores = function.each_sequence(lambda b: shapley(function, b, lowest[b]))
-        missed = scores.sum(1) - (function.value - lowest)
-        extras = {"logit": function.value, "baseline": lowest}
-        return Scores(scores, extras, relative_gap(missed, function.value, lowest))
-
-    def shapley(function: TokenFunction, b: int, lowest: Tensor) -> Tensor:
+    def shapley(b: int) -> Tensor:
         value, sequence = function.of_presence(options.baseline, b), function.sequences[b : b + 1]
         count = int(function.real[b].sum())
         if 2**count - 2 <= options.n_samples:
@@ -36,13 +28,13 @@ def kernel_shap(trace: Trace, options: KernelShap, *, target: Target | None = No
             starts = range(1, len(presence) - 1, function.runs())
             batches = [presence[start : min(start + function.runs(), len(presence) - 1)] for start in starts]
             numbers = in_gradient_mode(False, lambda: [value(batch, sequence.expand(len(batch))) for batch in batches])
-            return _shapley_values(presence, torch.cat([lowest[None], *numbers, function.value[b : b + 1]]))
+            return _shapley_values(presence, torch.cat([lowest[b : b + 1], *numbers, function.value[b : b + 1]]))
         if options.n_samples < count + 2:
             raise OptionError(
                 f"kernel_shap: n_samples={options.n_samples} is too few for {count} tokens; their scores need at least "
                 f"{count + 2} coalitions, and several times as many for an accurate estimate."
             )
-        algorithm = algorithms.KernelShap(value)
+        algorithm = captum.KernelShap(value)
         # captum's own regression is scikit-learn's, in float32.
         algorithm.interpretable_model = _LeastSquares()
 
@@ -57,7 +49,10 @@ def kernel_shap(trace: Trace, options: KernelShap, *, target: Target | None = No
 
         return function.seeded(options.seed, estimate)
 
-    return explained(trace, options, target, score, every_query=False)
+    scores = function.each_sequence(shapley)
+    difference = function.value - lowest
+    extras = {"logit": function.value, "baseline": lowest}
+    return Scores(scores, extras, relative_gap(scores.sum(1) - difference, difference))
 
 
 def _coalitions(count: int) -> Int[Tensor, "coalition token"]:

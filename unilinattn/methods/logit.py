@@ -10,16 +10,15 @@ from torch import Tensor
 
 from unilinattn.frozen.run import By, FrozenRun, frozen
 from unilinattn.frozen.shares import Shares
-from unilinattn.memory import allowed
-from unilinattn.methods.axes import Axes
-from unilinattn.methods.results import allocate_scores, make_result, result_shape
-from unilinattn.methods.selection import every_position, layers_from, only_target
 from unilinattn.options import Logit
 from unilinattn.options.bases import ScalarOptions
 from unilinattn.progress import progress
 from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.estimate import Estimate, LayerCost
+from unilinattn.scoring.base import Scoring, relative_gap
+from unilinattn.scoring.joint import Axes
+from unilinattn.scoring.selection import every_position, layers_from, only_target
 from unilinattn.tracing.token_streams import streams_read
 from unilinattn.tracing.trace import Target, Trace
 
@@ -43,15 +42,12 @@ def shares_estimate(
     trace: Trace, options: ScalarOptions, target: Target | None, *, rule: str = "freeze", by: By = "tokens"
 ) -> Estimate:
     """Return the cost of `shares_result`."""
-    layers = layers_from(trace, options.name, 0)
     target = only_target(trace, target, options.scalar)
-    sizes, dtype = result_shape(options, layers, target)
-    shape = tuple(sizes.values())
-    row = LayerCost("frozen run", "forward and backward pass", trace.frozen_cost(shape[-2], rule=rule))
-    doubles = prod(shape[:-1]) * len(EXTRAS[by]) + (prod(shape) if by == "tokens" else 0)
-    result = prod(shape) * dtype.itemsize + doubles * torch.float64.itemsize
-    shape = shape if target is None else (*shape[:-2], shape[-1])
-    return Estimate(options.name, shape, result, 0, (row,), allowed())
+    scoring = Scoring(trace=trace, options=options, target=target, layers=layers_from(trace, options.name, 0))
+    count = tuple(scoring.sizes.values())
+    row = LayerCost("frozen run", "forward and backward pass", trace.frozen_cost(count[-2], rule=rule))
+    doubles = prod(count[:-1]) * len(EXTRAS[by]) + (prod(count) if by == "tokens" else 0)
+    return scoring.estimate(None, extras=doubles * torch.float64.itemsize, before=[row])
 
 
 @register_method(Logit, cost=cost)
@@ -69,7 +65,8 @@ def shares_result(
     targets = every_position(trace) if target is None else [target]
     run = frozen(trace, None if callable(options.scalar) else targets, rule=rule)
     axes = _axes(trace, run, by)
-    scores = allocate_scores(options, layers, target, axes=axes)
+    scoring = Scoring(trace=trace, options=options, target=target, layers=layers, axes=axes)
+    scores = scoring.allocate()
     extras = {name: scores.new_zeros(scores.shape[:-1], dtype=torch.float64) for name in EXTRAS[by]}
     if by == "tokens":
         extras["embedding"] = scores.new_zeros(scores.shape, dtype=torch.float64)
@@ -83,21 +80,10 @@ def shares_result(
         write_rows(scores, rows, tokens, layered=by != "tokens")
         for name, values in _extras(shares, by).items():
             write_rows(extras[name], rows, values, layered=by != "tokens")
-    size = extras["logit"].abs().clamp_min(torch.finfo(torch.float64).tiny)
-    gap = float((extras["gap"] / size).max())
+    gap = relative_gap(extras["gap"], extras["logit"])
     padding = None if target is None or by == "layer" else padding_read(scores, axes.mask())
-    result = make_result(
-        trace,
-        options,
-        layers,
-        scores,
-        target=target,
-        scope=None,
-        axes=axes,
-        extras=extras,
-        completeness_gap=gap,
-        warnings=tuple(warning for warning in (run.doubt, padding) if warning is not None),
-    )
+    doubts = tuple(doubt for doubt in (run.doubt, padding) if doubt is not None)
+    result = scoring.result(scores, scope=None, extras=extras, completeness_gap=gap, warnings=doubts)
     if by != "tokens" or run.grid is None:
         return result
     return replace(result, grid=run.grid, patches=tuple(range(scores.shape[-1])), cls=())

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
@@ -15,25 +15,26 @@ from unilinattn.frozen.run import frozen
 from unilinattn.host.isolation import in_gradient_mode
 from unilinattn.host.logits import Logit
 from unilinattn.kernels.precision import full_precision
-from unilinattn.methods.captum_run import TokenFunction, captum
-from unilinattn.methods.gradient_maps import core_mixers
-from unilinattn.methods.joint import Joint
-from unilinattn.methods.latim import residual_of, stream_errors
-from unilinattn.methods.selection import (
-    only_target,
-    query_rows,
-    selected_layers,
-    stackable_layers,
-    stream_groups,
-    streams_of,
-)
-from unilinattn.methods.vectors import contribution_tiles
 from unilinattn.operator.edges import Outgoing
 from unilinattn.options.base import Need
 from unilinattn.registry import Method, list_methods
 from unilinattn.reruns.cut import Cut
 from unilinattn.reruns.embedded import EmbeddedModel
 from unilinattn.reruns.rerun import rerun
+from unilinattn.scoring.gradient_maps import core_mixers
+from unilinattn.scoring.joint import Joint
+from unilinattn.scoring.numbers import TokenFunction, captum
+from unilinattn.scoring.selection import (
+    only_target,
+    query_rows,
+    residual_of,
+    selected_layers,
+    stackable_layers,
+    stream_errors,
+    stream_groups,
+    streams_of,
+)
+from unilinattn.scoring.vectors import contribution_tiles
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Target, Trace
 
@@ -44,21 +45,122 @@ NAME = "the trial"
 """The name of the method in the errors of trials, which nobody reads."""
 
 
+def _stackable(needs: "Needs") -> None:
+    for layer in stackable_layers(needs.trace, NAME, needs.layers):
+        query_rows(needs.trace, layer, needs.target)
+
+
+def _composition(needs: "Needs") -> None:
+    Joint.of(needs.trace, NAME, needs.selected()).rows(needs.target)
+
+
+def _residual(needs: "Needs") -> None:
+    layers = needs.selected()
+    for layer in layers:
+        residual_of(needs.trace, layer, NAME)
+    stream_errors(needs.trace, layers, NAME)
+
+
+def _contributions(needs: "Needs") -> None:
+    for layer in needs.selected():
+        next(contribution_tiles((layer,), (1.0,), query_rows(needs.trace, layer)[:, -1:], "exact"))
+
+
+def _maps(needs: "Needs") -> None:
+    for layer in needs.selected():
+        layer.operator.scoped_map()
+
+
+def _matrices(needs: "Needs") -> None:
+    for layer in needs.selected():
+        core_mixers(layer)
+
+
+def _gradients(needs: "Needs") -> None:
+    next(needs.trace.gradients([needs.row], needs.logit))
+
+
+def _frozen(rule: str, needs: "Needs") -> None:
+    frozen(needs.trace, needs.targets, rule=rule).complete_shares(needs.row, needs.logit)
+
+
+def _last_stream(needs: "Needs") -> bool:
+    frozen(needs.trace, needs.targets).unembedding(needs.row, needs.logit)
+    return all(layer.stream is not None for layer in needs.selected())
+
+
+def _cuts(needs: "Needs") -> bool:
+    trace, first = needs.trace, torch.zeros(1, dtype=torch.long, device="cpu")
+    indices = [trace.layers.index(layer) for layer in needs.selected()]
+    reading = [each for each in indices if streams_of(trace, trace.layers[each])[1] == trace.target_stream]
+    positions = None if callable(needs.logit) or needs.target is None else trace.positions(needs.target)
+    run = rerun(trace, first, (Cut(Outgoing(first), reading, sequences=first),), positions=positions)
+    if callable(needs.logit):
+        return True
+    logits = run.logits(None if positions is None else positions[first])
+    # Without a target the queries of the logits are those of the layers.
+    return positions is not None or logits.ndim < 3 or logits.shape[1] == trace.target_stream.shape[1]
+
+
+def _embeddings(gradient: bool, needs: "Needs") -> None:
+    captum()
+    model = EmbeddedModel(needs.trace)
+
+    def run() -> None:
+        function = TokenFunction(needs.trace, model, needs.row, needs.logit)
+        if gradient:
+            torch.autograd.grad(function(function.vectors, function.sequences).sum(), function.vectors)
+
+    in_gradient_mode(True, lambda: model.isolated(run))
+
+
+REFUSALS = (UncoveredError, StreamError, ExactnessError)
+"""Errors by which a method refuses a trace that another may explain."""
+
+TRIALS: Mapping[Need, Callable[["Needs"], object]] = MappingProxyType(
+    {
+        "logit": lambda needs: only_target(needs.trace, needs.target, needs.logit),
+        "one target": lambda needs: only_target(needs.trace, needs.target, needs.logit) is not None,
+        "layers": _stackable,
+        "composition": _composition,
+        "residual": _residual,
+        "contributions": _contributions,
+        "maps": _maps,
+        "matrices": _matrices,
+        "gradients": _gradients,
+        "frozen run": partial(_frozen, "freeze"),
+        "half rule": partial(_frozen, "half"),
+        "last stream": _last_stream,
+        "cuts": _cuts,
+        "embeddings": partial(_embeddings, False),
+        "embedding gradients": partial(_embeddings, True),
+    }
+)
+"""Tries a need of a call: an error or False says that the trace does not meet it."""
+
+OF_WHOLE_TRACES: frozenset[Need] = frozenset(
+    {"logit", "one target", "gradients", "frozen run", "half rule", "embeddings", "embedding gradients"}
+)
+"""Needs that are the same for all layers and for some."""
+
+
 @dataclass(frozen=True)
-class Call:
-    """The arguments of a method on which its needs are tried.
+class Needs:
+    """The needs that a call of a method meets; each is tried once, when it is asked for.
 
     Attributes:
         trace: the trace.
         target: the target of the method.
         logit: its option `logit`.
         layers: its option `layers`.
+        tried: whether each need that was tried is met.
     """
 
     trace: Trace
     target: Target | None
     logit: Logit
     layers: Literal["all"] | tuple[int, ...]
+    tried: dict[Need, bool] = field(default_factory=dict)
 
     @property
     def row(self) -> Target:
@@ -74,129 +176,21 @@ class Call:
         """Return the layers; raise the errors of `selected_layers`."""
         return selected_layers(self.trace, NAME, self.layers)
 
-    def stackable(self) -> tuple[Layer, ...]:
-        """Return the layers; raise the errors of `stackable_layers` and `query_rows`."""
-        layers = stackable_layers(self.trace, NAME, self.layers)
-        for layer in layers:
-            query_rows(self.trace, layer, self.target)
-        return layers
-
-
-def _composition(call: Call) -> None:
-    Joint.of(call.trace, NAME, call.selected()).rows(call.target)
-
-
-def _residual(call: Call) -> None:
-    layers = call.selected()
-    for layer in layers:
-        residual_of(call.trace, layer, NAME)
-    stream_errors(call.trace, layers, NAME)
-
-
-def _contributions(call: Call) -> None:
-    for layer in call.selected():
-        next(contribution_tiles((layer,), (1.0,), query_rows(call.trace, layer)[:, -1:], "exact"))
-
-
-def _maps(call: Call) -> None:
-    for layer in call.selected():
-        layer.operator.scoped_map()
-
-
-def _matrices(call: Call) -> None:
-    for layer in call.selected():
-        core_mixers(layer)
-
-
-def _gradients(call: Call) -> None:
-    next(call.trace.gradients([call.row], call.logit))
-
-
-def _frozen(rule: str, call: Call) -> None:
-    frozen(call.trace, call.targets, rule=rule).complete_shares(call.row, call.logit)
-
-
-def _last_stream(call: Call) -> bool:
-    frozen(call.trace, call.targets).unembedding(call.row, call.logit)
-    return all(layer.stream is not None for layer in call.selected())
-
-
-def _cuts(call: Call) -> bool:
-    trace, first = call.trace, torch.zeros(1, dtype=torch.long, device="cpu")
-    indices = [trace.layers.index(layer) for layer in call.selected()]
-    reading = [each for each in indices if streams_of(trace, trace.layers[each])[1] == trace.target_stream]
-    positions = None if callable(call.logit) or call.target is None else trace.positions(call.target)
-    run = rerun(trace, first, (Cut(Outgoing(first), reading, sequences=first),), positions=positions)
-    if callable(call.logit):
-        return True
-    logits = run.logits(None if positions is None else positions[first])
-    # Without a target the queries of the logits are those of the layers.
-    return positions is not None or logits.ndim < 3 or logits.shape[1] == trace.target_stream.shape[1]
-
-
-def _embeddings(gradient: bool, call: Call) -> None:
-    captum()
-    model = EmbeddedModel(call.trace)
-
-    def run() -> None:
-        function = TokenFunction(call.trace, model, call.row, call.logit)
-        if gradient:
-            torch.autograd.grad(function(function.vectors, function.sequences).sum(), function.vectors)
-
-    in_gradient_mode(True, lambda: model.isolated(run))
-
-
-REFUSALS = (UncoveredError, StreamError, ExactnessError)
-"""Errors by which a method refuses a trace that another may explain."""
-
-TRIALS: Mapping[Need, Callable[[Call], object]] = MappingProxyType(
-    {
-        "logit": lambda call: only_target(call.trace, call.target, call.logit),
-        "one target": lambda call: only_target(call.trace, call.target, call.logit) is not None,
-        "layers": Call.stackable,
-        "composition": _composition,
-        "residual": _residual,
-        "contributions": _contributions,
-        "maps": _maps,
-        "matrices": _matrices,
-        "gradients": _gradients,
-        "frozen run": partial(_frozen, "freeze"),
-        "half rule": partial(_frozen, "half"),
-        "last stream": _last_stream,
-        "cuts": _cuts,
-        "embeddings": partial(_embeddings, False),
-        "embedding gradients": partial(_embeddings, True),
-    }
-)
-"""Tries a need on a call: an error or False says that the trace does not meet it."""
-
-OF_WHOLE_TRACES: frozenset[Need] = frozenset(
-    {"logit", "one target", "gradients", "frozen run", "half rule", "embeddings", "embedding gradients"}
-)
-"""Needs that are the same for all layers and for some."""
-
-
-class Needs:
-    """The needs that a call meets; each is tried once, when it is asked for."""
-
-    def __init__(self, call: Call, tried: "Needs | None" = None) -> None:
-        """Store the call, and what is the same for the call of `tried`, which has other layers."""
-        self._call = call
-        self._met: dict[Need, bool] = {}
-        if tried is not None:
-            self._met |= {need: met for need, met in tried._met.items() if need in OF_WHOLE_TRACES}
+    def of_layers(self, layers: tuple[int, ...]) -> "Needs":
+        """Return the needs of the call on some layers, of which those of whole traces are known."""
+        return replace(self, layers=layers, tried={n: met for n, met in self.tried.items() if n in OF_WHOLE_TRACES})
 
     def met(self, need: Need) -> bool:
         """Try a need; False for every need of a trace with more than `TRIED` tokens."""
-        if need not in self._met:
-            self._met[need] = self._call.trace.layers[-1].output[..., 0].numel() <= TRIED and self._try(need)
-        return self._met[need]
+        if need not in self.tried:
+            self.tried[need] = self.trace.layers[-1].output[..., 0].numel() <= TRIED and self._try(need)
+        return self.tried[need]
 
     def _try(self, need: Need) -> bool:
         with warnings.catch_warnings(), full_precision():
             warnings.simplefilter("ignore")
             try:
-                return TRIALS[need](self._call) is not False
+                return TRIALS[need](self) is not False
             # Whatever fails here would replace the refusal that asks for advice.
             except Exception:
                 return False
@@ -207,7 +201,7 @@ class Needs:
             name
             for name, entry in list_methods().items()
             if entry.needs is not None
-            and (self._call.layers == "all" or (entry.options is not None and "layers" in entry.options.model_fields))
+            and (self.layers == "all" or (entry.options is not None and "layers" in entry.options.model_fields))
             and all(map(self.met, entry.needs))
         ]
 
@@ -217,12 +211,12 @@ def advice(trace: Trace, target: Target | None, logit: Logit, accepted: Callable
 
     If none stacks all layers, the largest group of layers with equal axes is named with which some methods work.
     """
-    needs = Needs(Call(trace, target, logit, "all"))
+    needs = Needs(trace, target, logit, "all")
     names = [name for name in needs.methods() if accepted(name)]
     sentences = [f"Methods that work here with their default options: {_listed(names)}."] if names else []
     if not any("layers" in (list_methods()[name].needs or ()) for name in names):
         for group in stream_groups(trace):
-            names = Needs(Call(trace, target, logit, group), needs).methods()
+            names = needs.of_layers(group).methods()
             if names:
                 sentences.append(f"With layers={list(group)}, which are of one kind: {_listed(names)}.")
                 break

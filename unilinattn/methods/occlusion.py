@@ -1,34 +1,28 @@
 """`occlusion`: the drop of a logit when tokens' vectors are replaced, by captum."""
 
+from types import ModuleType
+
 from torch import Tensor
 
 from unilinattn.errors import OptionError
-from unilinattn.methods.captum_run import Scores, TokenFunction, captum, explained
 from unilinattn.options import Occlusion
-from unilinattn.registry import register_method
-from unilinattn.results.attribution import Attribution
-from unilinattn.tracing.trace import Target, Trace
+from unilinattn.scoring.numbers import Scores, TokenFunction, captum_method
 
 
-@register_method(Occlusion)
-def occlusion(trace: Trace, options: Occlusion, *, target: Target | None = None) -> Attribution:
+@captum_method(Occlusion, every_query=False)
+def occlusion(function: TokenFunction, options: Occlusion, captum: ModuleType) -> Scores:
     """Run `Occlusion`."""
-    algorithms = captum()
 
-    def score(function: TokenFunction) -> Scores:
-        def drops(sequence: int) -> Tensor:
-            count = int(function.real[sequence].sum())
-            if options.window > count:
-                raise OptionError(f"occlusion: window={options.window} is longer than the {count} tokens.")
-            algorithm = algorithms.Occlusion(function.of_presence(options.baseline, sequence))
-            values: Tensor = algorithm.attribute(
-                function.vectors.new_ones(1, count),
-                (options.window,),
-                additional_forward_args=(function.sequences[sequence : sequence + 1],),
-                perturbations_per_eval=function.runs(),
-            )
-            return values.squeeze(0)
+    def drops(sequence: int) -> Tensor:
+        count = int(function.real[sequence].sum())
+        if options.window > count:
+            raise OptionError(f"occlusion: window={options.window} is longer than the {count} tokens.")
+        values: Tensor = captum.Occlusion(function.of_presence(options.baseline, sequence)).attribute(
+            function.vectors.new_ones(1, count),
+            (options.window,),
+            additional_forward_args=(function.sequences[sequence : sequence + 1],),
+            perturbations_per_eval=function.runs(),
+        )
+        return values.squeeze(0)
 
-        return Scores(function.each_sequence(drops))
-
-    return explained(trace, options, target, score, every_query=False)
+    return Scores(function.each_sequence(drops))

@@ -1,31 +1,27 @@
 """`raw`: the attention map of each layer."""
 
-from collections.abc import Sequence
-
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
-from unilinattn.methods.composition import layers_of, rollout_cost, rollout_of_maps
-from unilinattn.methods.costs import estimated, map_cost
-from unilinattn.methods.heads import head_axis
-from unilinattn.methods.maps import attention_rows, fill_attention, map_shape, postprocess_, postprocess_bytes
-from unilinattn.methods.results import score_layers, to_result
-from unilinattn.methods.selection import mixing_operator
 from unilinattn.operator.cost import heads_cut, rows_elements
 from unilinattn.options import Raw
 from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.estimate import Estimate
+from unilinattn.scoring.base import score_layers
+from unilinattn.scoring.composition import Composition, layerwise, rollout_cost, rollout_of_maps
+from unilinattn.scoring.maps import attention_rows, fill_attention, map_cost, map_shape, postprocess_, postprocess_bytes
+from unilinattn.scoring.selection import StepRows, mixing_operator
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Target, Trace
 
 
 def cost(trace: Trace, options: Raw, *, target: Target | None = None) -> Estimate:
     """Return the cost of `raw`: blocks of a map or a few rows, and their postprocessing; or that of `rollout`."""
-    layers = layers_of(trace, options)
-    if options.compose == "rollout":
-        return rollout_cost(trace, options, layers, target)
-    axis = head_axis("raw", layers, options.selected_heads, options.scope) if options.by_head else None
+    scoring = layerwise(trace, options, target, options.selected_heads, options.scope)
+    if isinstance(scoring, Composition):
+        return rollout_cost(scoring)
+    axis = scoring.heads
 
     def of(layer: Layer) -> int:
         batch, queries, keys = map_shape(layer)
@@ -40,36 +36,30 @@ def cost(trace: Trace, options: Raw, *, target: Target | None = None) -> Estimat
             size = map_cost(layer, options) if axis is None else heads_cut(scope)[2]
         return apart + max(size, postprocess_bytes((batch, rows, keys), width, options.discard))
 
-    return estimated(options, layers, target, of, heads=axis)
+    return scoring.estimate(of)
 
 
 @register_method(Raw, cost=cost)
 def raw(trace: Trace, options: Raw, *, target: Target | None = None) -> Attribution:
     """Run `Raw`."""
-    layers = layers_of(trace, options)
-    if options.compose == "rollout":
-        joint, rho, scale = rollout_of_maps(trace, options, layers, target)
-        axes = joint.axes(whole=target is None)
-        return to_result(trace, options, layers, rho, target=target, scope=options.scope, axes=axes, scale=scale)
+    scoring = layerwise(trace, options, target, options.selected_heads, options.scope)
+    if isinstance(scoring, Composition):
+        return rollout_of_maps(scoring)
+    axis = scoring.heads
 
-    axis = head_axis("raw", layers, options.selected_heads, options.scope) if options.by_head else None
-
-    def fill(step: Sequence[Layer], rows: Int[Tensor, "batch row"], out: Float[Tensor, "batch *head row key"]) -> None:
-        (layer,) = step
-        is_whole = rows.shape[1] == layer.output.shape[1]
-        if axis is None and is_whole:
+    def fill(rows: StepRows, out: Float[Tensor, "batch *head row key"]) -> None:
+        layer = rows.layer
+        if axis is None and rows.are_all:
             fill_attention(out, layer, options)
         elif axis is None:
-            out.copy_(attention_rows(layer, options, rows))
-        elif is_whole:
+            out.copy_(attention_rows(layer, options, rows.index))
+        elif rows.are_all:
             mixing_operator(layer).fill_heads(out, axis.heads, options.scope)
         else:
-            out.copy_(mixing_operator(layer).rows(rows, scope=options.scope, heads=axis.heads))
+            out.copy_(mixing_operator(layer).rows(rows.index, scope=options.scope, heads=axis.heads))
         for scores in out.unbind(1) if axis is not None else [out]:
-            postprocess_(
-                scores, trace, layer, rows, sign=options.sign, discard=options.discard, normalize=options.normalize
-            )
+            postprocess_(scores, rows, sign=options.sign, discard=options.discard, normalize=options.normalize)
 
     # The map's minimum and maximum need the whole map.
-    scores = score_layers(trace, options, layers, target, fill, heads=axis, whole=options.normalize == "min-max")
-    return to_result(trace, options, layers, scores, target=target, scope=options.scope, heads=axis)
+    scores = score_layers(scoring, fill, whole=options.normalize == "min-max")
+    return scoring.result(scores, scope=options.scope)

@@ -10,25 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from unilinattn.errors import (
-    ExactnessWarning,
-    InputError,
-    NonFiniteError,
-    OptionError,
-    UncoveredError,
-    nearest,
-)
+from unilinattn.errors import ExactnessWarning, InputError, NonFiniteError, OptionError, UncoveredError, nearest
 from unilinattn.host.inputs import is_ids
 from unilinattn.host.labels import labels_of_ids
 from unilinattn.host.logits import has_logits
 from unilinattn.kernels.precision import full_precision
 from unilinattn.memory import max_memory as limited_to
-from unilinattn.methods.costs import trace_bytes
+from unilinattn.methods.doubts import head_underflow, warn_of_sinks
 from unilinattn.methods.needs import REFUSALS, advised
-from unilinattn.methods.selection import stream_groups
-from unilinattn.methods.sinks import warn_of_sinks
 from unilinattn.methods.targets import NamedTarget, logit_names, logit_of, position_of
-from unilinattn.methods.underflow import head_underflow
 from unilinattn.options import Alti, Options
 from unilinattn.options.base import refuse_class
 from unilinattn.progress import bars
@@ -38,6 +28,8 @@ from unilinattn.registry import method as registered
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.comparison import Comparison
 from unilinattn.results.estimate import Estimate
+from unilinattn.scoring.base import trace_bytes
+from unilinattn.scoring.selection import stream_groups
 from unilinattn.tracing.trace import Target, Trace, trace
 from unilinattn.tracing.trust import Trust, require_exact, trusting
 

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from unilinattn.errors import UncoveredError
 from unilinattn.memory import allowed
-from unilinattn.methods.selection import only_port
 from unilinattn.operator.cost import tile_elements, tile_rows
 from unilinattn.operator.deferred import shapes_only
 from unilinattn.operator.pairwise import PairwiseContributions, Tile
+from unilinattn.scoring.selection import only_port
 from unilinattn.tracing.layer import Layer
 
 

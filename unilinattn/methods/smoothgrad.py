@@ -1,27 +1,20 @@
 """`smoothgrad`: the mean gradient over noisy copies of the tokens' vectors, by captum."""
 
-from functools import partial
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from unilinattn.methods.captum_run import Scores, TokenFunction, captum, explained
 from unilinattn.options import Smoothgrad
-from unilinattn.registry import register_method
-from unilinattn.results.attribution import Attribution
-from unilinattn.tracing.trace import Target, Trace
+from unilinattn.scoring.numbers import Scores, TokenFunction, captum_method
 
 
-@register_method(Smoothgrad)
-def smoothgrad(trace: Trace, options: Smoothgrad, *, target: Target | None = None) -> Attribution:
+@captum_method(Smoothgrad)
+def smoothgrad(function: TokenFunction, options: Smoothgrad, captum: ModuleType) -> Scores:
     """Run `Smoothgrad`."""
-    algorithms = captum()
 
-    def score(function: TokenFunction) -> Scores:
-        return Scores(function.each_sequence(partial(slopes, function)))
-
-    def slopes(function: TokenFunction, sequence: int) -> Tensor:
-        saliency = algorithms.Saliency(function.of_real(sequence))
+    def slopes(sequence: int) -> Tensor:
+        saliency = captum.Saliency(function.of_real(sequence))
         vectors = function.vectors.detach()[sequence, function.real[sequence]]
         deviation = options.noise * (vectors.max() - vectors.min())
 
@@ -40,4 +33,4 @@ def smoothgrad(trace: Trace, options: Smoothgrad, *, target: Target | None = Non
 
         return function.seeded(options.seed, total) / options.n_samples
 
-    return explained(trace, options, target, score)
+    return Scores(function.each_sequence(slopes))

@@ -1,25 +1,17 @@
 """`transformer_attribution`: relevances of attention matrices, weighted by gradients, composed like a rollout."""
 
 from collections.abc import Iterator, Sequence
-
-from jaxtyping import Float
-from torch import Tensor
+from dataclasses import replace
 
 from unilinattn.frozen.run import FrozenRun, frozen
-from unilinattn.methods.gradient_maps import (
-    AtCores,
-    Factors,
-    core_gradients,
-    gradient_rollout,
-    gradient_rollout_cost,
-)
-from unilinattn.methods.results import make_result
-from unilinattn.methods.selection import layers_from
 from unilinattn.options import TransformerAttribution
 from unilinattn.options.bases import GradientMapOptions
 from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.estimate import Estimate
+from unilinattn.scoring.base import relative_gap
+from unilinattn.scoring.composition import composition_from
+from unilinattn.scoring.gradient_maps import AtCores, Factors, core_gradients, gradient_rollout, gradient_rollout_cost
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Target, Trace
 
@@ -30,7 +22,7 @@ MATRIX_SHARE = 0.5
 def cost(trace: Trace, options: TransformerAttribution, *, target: Target | None = None) -> Estimate:
     """Return the cost of `transformer_attribution`: that of `attention_grad`, and a frozen run by the half rule."""
     relevance = trace.frozen_cost(1 if target is not None else trace.layers[-1].output.shape[1], rule="half")
-    return gradient_rollout_cost(trace, options, target, factors=2, relevance=relevance)
+    return gradient_rollout_cost(composition_from(trace, options, target), factors=2, relevance=relevance)
 
 
 @register_method(TransformerAttribution, cost=cost)
@@ -38,29 +30,17 @@ def transformer_attribution(
     trace: Trace, options: TransformerAttribution, *, target: Target | None = None
 ) -> Attribution:
     """Run `TransformerAttribution`."""
-    layers = layers_from(trace, "transformer_attribution", options.start_layer)
-    gaps = []
+    scoring, gaps = composition_from(trace, options, target), []
 
     def factors(targets: Sequence[Target]) -> Iterator[Factors]:
         run = frozen(trace, None if callable(options.scalar) else targets, rule="half")
-        for position, gradients in zip(targets, core_gradients(trace, layers, targets, options), strict=True):
+        for position, gradients in zip(targets, core_gradients(scoring, targets), strict=True):
             relevance = run.complete_shares(position, options.scalar)
-            gaps.append(_largest_ratio(relevance.gap, relevance.value))
-            slopes = _relevance_slopes(trace, run, layers, position, options)
+            gaps.append(relative_gap(relevance.gap, relevance.value))
+            slopes = _relevance_slopes(trace, run, scoring.layers, position, options)
             yield {name: [gradient, slopes[name]] for name, gradient in gradients.items()}
 
-    joint, rho, scale = gradient_rollout(trace, options, layers, target, factors)
-    return make_result(
-        trace,
-        options,
-        layers,
-        rho,
-        target=target,
-        scope="core",
-        axes=joint.axes(whole=False),
-        extras=scale,
-        completeness_gap=max(gaps),
-    )
+    return replace(gradient_rollout(scoring, factors), completeness_gap=max(gaps))
 
 
 def _relevance_slopes(
@@ -70,7 +50,3 @@ def _relevance_slopes(
     edges = {layer.name: mixed for layer, mixed in zip(trace.layers, run.mixed, strict=True)}
     gradients = iter(run.gradients([edge for layer in layers for edge in edges[layer.name]], target, options.scalar))
     return {layer.name: [MATRIX_SHARE * next(gradients) for _ in edges[layer.name]] for layer in layers}
-
-
-def _largest_ratio(gap: Float[Tensor, " batch"], value: Float[Tensor, " batch"]) -> float:
-    return float((gap / value.abs().clamp_min(1e-300)).max())

@@ -63,16 +63,13 @@ def cell(
         made = panels(result, batch=batch, expected=expected, heads=heads)
         single = one_sequence(result, batch)
         position = batch % result.sizes.get("batch", 1)
-        facts, first = _facts(single, made), len(pictures)
-        if made[0].rows != "query":
-            pictures += _rows_of_heads(result, batch, made, position, facts)
-        elif made[0].kind == "strip":
-            pictures.append(_strip(result, batch, made, position, facts))
-        elif made[0].kind == "image":
-            pictures += _images(single, heads, made, position, facts)
+        facts, sinks = _facts(single, made), sink_columns(single)
+        if made[0].kind == "strip":
+            drawn = [_strip(result, batch, made, position, facts)]
         else:
-            pictures += _maps(single, made, position, facts)
-        pictures[first:] = [replace(picture, sinks=sink_columns(single)) for picture in pictures[first:]]
+            each = zip(made, facts, _labels(result, single, batch, heads, made), strict=True)
+            drawn = [_picture(panel, numbers, position, **labels) for panel, numbers, labels in each]
+        pictures += [replace(picture, sinks=sinks) for picture in drawn]
     if result.grid is not None and image is not None:
         pictures = [replace(picture, image=image) for picture in pictures]
     return Cell(row, column, pictures, start, counts_residual(result), notes)
@@ -172,7 +169,7 @@ def explained_by_model(results: Mapping[str, Mapping[str, Scores]], batch: int =
     return [f"{model}: {sentence}" for model, sentence in sentences.items() if sentence]
 
 
-def _picture(panel: Panel, sequence: int, numbers: Mapping[str, Sequence[float]], **changes: Any) -> Picture:
+def _picture(panel: Panel, numbers: Mapping[str, Sequence[float]], sequence: int, **changes: Any) -> Picture:
     """Return the picture of a panel, with its own labels but for `changes`."""
     picture = Picture(
         panel.values,
@@ -194,8 +191,8 @@ def _strip(result: Scores, batch: int, made: Sequence[Panel], sequence: int, fac
             row[panel.own[0]] = panel.own[1]
     return _picture(
         made[0],
-        sequence,
         {name: [number for numbers in facts for number in numbers[name]] for name in facts[0]},
+        sequence,
         values=values,
         names=("layer", "key"),
         row_titles=[panel.title for panel in made],
@@ -207,45 +204,31 @@ def _strip(result: Scores, batch: int, made: Sequence[Panel], sequence: int, fac
     )
 
 
-def _rows_of_heads(
-    result: Scores, batch: int, made: Sequence[Panel], sequence: int, facts: Sequence[Numbers]
-) -> list[Picture]:
-    return [
-        _picture(
-            panel,
-            sequence,
-            # The numbers of the layer, in the row of each head.
-            {name: values * len(panel.values) for name, values in numbers.items()},
-            names=(panel.rows, "key"),
-            row_titles=panel.row_tokens,
-            query=target_key(result, batch, panel.values.shape[1]),
-            head="",
-        )
-        for panel, numbers in zip(made, facts, strict=True)
-    ]
-
-
-def _images(
-    single: Scores,
-    heads: Sequence[Sequence[int]] | None,
-    made: Sequence[Panel],
-    sequence: int,
-    facts: Sequence[Numbers],
-) -> list[Picture]:
-    patches = patch_positions(single)
+def _labels(
+    result: Scores, single: Scores, batch: int, heads: Sequence[Sequence[int]] | None, made: Sequence[Panel]
+) -> list[dict[str, Any]]:
+    """Return the fields of each picture that differ from those of its panel."""
+    if made[0].rows != "query":
+        query = target_key(result, batch, made[0].values.shape[1])
+        return [
+            {"names": (panel.rows, "key"), "row_titles": panel.row_tokens, "query": query, "head": ""} for panel in made
+        ]
+    patches = None if single.grid is None else patch_positions(single)
+    if made[0].kind == "matrix" or patches is None:
+        return [{"row_tokens": panel.row_tokens, "grid": single.grid, "places": patches} for panel in made]
     tokens = _patch_names(single, patches) if single.tokens is None else single.tokens[0]
     scores = score_array(single).astype(np.float64)
     if heads is not None:
         by_layer = scores.reshape(len(heads), -1, scores.shape[-1])
         scores = np.concatenate([values[drawn] for values, drawn in zip(by_layer, heads, strict=True)])
-    pictures = []
-    for panel, values, numbers in zip(made, scores.reshape(len(made), 1, -1), facts, strict=True):
+    shared = {"names": ("target", "patch"), "column_tokens": tokens, "grid": single.grid, "places": patches}
+    labels = []
+    for panel, values in zip(made, scores.reshape(len(made), 1, -1), strict=True):
         pattern = None if panel.expected is None else np.zeros(values.shape, dtype=bool)
         if pattern is not None and panel.expected is not None:
             pattern[0, patches] = panel.expected.ravel()
-        labels = {"names": ("target", "patch"), "column_tokens": tokens, "grid": single.grid, "places": patches}
-        pictures.append(_picture(panel, sequence, numbers, values=values, expected=pattern, **labels))
-    return pictures
+        labels.append({**shared, "values": values, "expected": pattern})
+    return labels
 
 
 def _patch_names(single: Scores, places: Sequence[int]) -> list[str]:
@@ -255,14 +238,6 @@ def _patch_names(single: Scores, places: Sequence[int]) -> list[str]:
     for index, key in enumerate(places):
         names[key] = f"({index // single.grid[1]}, {index % single.grid[1]})"
     return names
-
-
-def _maps(single: Scores, made: Sequence[Panel], sequence: int, facts: Sequence[Numbers]) -> list[Picture]:
-    patches = None if single.grid is None else patch_positions(single)
-    return [
-        _picture(panel, sequence, numbers, row_tokens=panel.row_tokens, grid=single.grid, places=patches)
-        for panel, numbers in zip(made, facts, strict=True)
-    ]
 
 
 def _facts(single: Scores, made: Sequence[Panel]) -> list[Numbers]:
@@ -281,5 +256,7 @@ def _facts(single: Scores, made: Sequence[Panel]) -> list[Numbers]:
         values: Float[Array, "layer query"] = tensor.double().cpu().numpy().reshape(len(titles), -1)
         for numbers, panel in zip(facts, made, strict=True):
             row = values[titles.index(panel.title)]
-            numbers[name] = (row if real is None else row[real]).tolist()
+            # The numbers of a layer stand in the row of each of its heads.
+            copies = 1 if panel.rows == "query" else len(panel.values)
+            numbers[name] = (row if real is None else row[real]).tolist() * copies
     return facts

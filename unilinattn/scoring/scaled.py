@@ -9,7 +9,7 @@ from torch import Tensor
 
 from unilinattn.kernels.exponents import exponent_range, flush_, times_power_of_two
 from unilinattn.memory import reserved
-from unilinattn.methods.maps import ONE_ROW
+from unilinattn.scoring.maps import ONE_ROW
 
 LOG2_SCALE = "log2_scale"
 """Name of the extra that holds the exponents of a product's rows, for a product beyond the range of its dtype."""

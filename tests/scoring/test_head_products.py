@@ -12,8 +12,8 @@ from unilinattn.errors import ExactnessWarning
 from unilinattn.examples import TASKS, load
 from unilinattn.kernels.exponents import scaled_product, signed_root, times_power_of_two
 from unilinattn.memory import max_memory
-from unilinattn.methods.maps import attention_map, attention_rows
 from unilinattn.options import Raw
+from unilinattn.scoring.maps import attention_map, attention_rows
 from unilinattn.tracing.trace import Trace
 
 LITTLE = 1 << 14

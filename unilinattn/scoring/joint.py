@@ -1,18 +1,19 @@
-"""`Joint`: the maps of layers on several streams as maps of one sequence, the tokens of one stream after the other."""
+"""The maps of layers on several streams as maps of one sequence, the tokens of one stream after the other."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from unilinattn.errors import UncoveredError
-from unilinattn.methods.axes import Axes
-from unilinattn.methods.maps import gather_rows, sum_on_first
-from unilinattn.methods.scaled import Blocks
-from unilinattn.methods.selection import begins_stream, composable_steps, query_rows, streams_of
+from unilinattn.scoring.maps import sum_on_first
+from unilinattn.scoring.scaled import Blocks
+from unilinattn.scoring.selection import begins_stream, composable_steps, layers_in, query_rows, stream_mask, streams_of
 from unilinattn.tracing.layer import Layer
+from unilinattn.tracing.sinks import sink_tokens
 from unilinattn.tracing.token_streams import TokenStream, key_slots
 from unilinattn.tracing.trace import Target, Trace
 
@@ -20,6 +21,62 @@ Step = tuple[Layer, ...]
 
 Multiply = Callable[[Float[Tensor, "batch row query"], Layer], Float[Tensor, "batch row key"]]
 """Returns rows times the map of a layer."""
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The streams whose tokens are the queries and the keys of a method's scores.
+
+    Attributes:
+        trace: the trace.
+        queries, keys: the streams, in the order of their tokens.
+    """
+
+    trace: Trace
+    queries: tuple[TokenStream, ...]
+    keys: tuple[TokenStream, ...]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(batch, query, key)."""
+        queries, keys = (sum(stream.shape[1] for stream in streams) for streams in (self.queries, self.keys))
+        return self.keys[0].shape[0], queries, keys
+
+    @property
+    def slots(self) -> dict[TokenStream, slice]:
+        """The keys of each stream."""
+        return key_slots(self.keys)
+
+    @property
+    def names(self) -> Mapping[str, Mapping[str, int]]:
+        """By "query" and "key", the number of tokens of each stream by its name; nothing for a single stream."""
+        axes = {"query": self.queries, "key": self.keys}
+        counts = {axis: {stream.name: stream.shape[1] for stream in streams} for axis, streams in axes.items()}
+        return counts if len(self.keys) > 1 else {}
+
+    def mask(self) -> Bool[Tensor, "batch key"] | None:
+        """Return the mask of real keys, None if all are real."""
+        masks = [stream_mask(self.trace, stream) for stream in self.keys]
+        if all(mask is None for mask in masks):
+            return None
+        device = self.trace.layers[-1].output.device
+        real = (
+            torch.ones(stream.shape, dtype=torch.bool, device=device) if mask is None else mask.to(device)
+            for stream, mask in zip(self.keys, masks, strict=True)
+        )
+        return torch.cat(list(real), 1)
+
+    def sinks(self) -> tuple[tuple[int, ...], ...] | None:
+        """Return the positions of each sequence's attention sinks among the keys, None if they are unknown."""
+        by_stream = [sink_tokens(layers_in(self.trace, stream), stream.shape) for stream in self.keys]
+        if all(sinks is None for sinks in by_stream):
+            return None
+        none: tuple[tuple[int, ...], ...] = ((),) * self.shape[0]
+        shifted = [
+            [[slot.start + key for key in row] for row in sinks or none]
+            for slot, sinks in zip(self.slots.values(), by_stream, strict=True)
+        ]
+        return tuple(tuple(chain.from_iterable(rows)) for rows in zip(*shifted, strict=True))
 
 
 @dataclass(frozen=True)
@@ -145,12 +202,9 @@ class Joint:
             scores.masked_fill_(~mask.gather(1, rows.to(scores.device))[:, :, None], 0)
 
     def spread(
-        self, numbers: Iterable[tuple[Layer, Float[Tensor, "batch _"]]], rows: Int[Tensor, "batch row"]
-    ) -> dict[str, Float[Tensor, "batch row"]]:
-        """Return the numbers of each layer's queries at some rows of all tokens, 0 at tokens of other streams."""
-        spread = {}
-        for layer, values in numbers:
-            wide = values.new_zeros(len(values), self.length)
-            wide[:, self.written(layer)] = values
-            spread[layer.name] = gather_rows(wide.unsqueeze(-1), rows.to(wide.device)).squeeze(-1)
-        return spread
+        self, layer: Layer, numbers: Float[Tensor, "batch _"], rows: Int[Tensor, "batch row"]
+    ) -> Float[Tensor, "batch row"]:
+        """Return the numbers of a layer's queries at some rows of all tokens, 0 at tokens of other streams."""
+        wide = numbers.new_zeros(len(numbers), self.length)
+        wide[:, self.written(layer)] = numbers
+        return wide.gather(1, rows.to(wide.device))

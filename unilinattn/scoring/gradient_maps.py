@@ -10,24 +10,18 @@ from unilinattn.errors import UncoveredError
 from unilinattn.kernels.reduced_map.tiled import ROWS
 from unilinattn.kernels.row_product.naive import Sign, apply_sign
 from unilinattn.memory import allowed, rows_within
-from unilinattn.methods.composition import joint_bytes, weighted_rollout
-from unilinattn.methods.costs import estimated, gradient_passes
-from unilinattn.methods.joint import Joint
-from unilinattn.methods.maps import map_shape, sum_on_first
-from unilinattn.methods.scaled import Blocks
-from unilinattn.methods.selection import (
-    layers_from,
-    one_scalar,
-    only_port,
-    query_rows,
-    real_pairs,
-)
 from unilinattn.mixers import CoreMixer
 from unilinattn.mixers.cost import cost_of
 from unilinattn.operator.cost import BLOCK_ROWS
-from unilinattn.operator.stages import Branch, Chain, Mix, walk
+from unilinattn.operator.stages import Branch, Chain, Mix
 from unilinattn.options.bases import GradientMapOptions, ScalarOptions
+from unilinattn.results.attribution import Attribution
 from unilinattn.results.estimate import Estimate
+from unilinattn.scoring.composition import Composition, weighted_cost, weighted_rollout
+from unilinattn.scoring.cores import cores
+from unilinattn.scoring.maps import map_shape, sum_on_first
+from unilinattn.scoring.scaled import Blocks
+from unilinattn.scoring.selection import one_scalar, only_port, query_rows, real_pairs
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Target, Trace
 
@@ -42,39 +36,33 @@ COPIES = 3
 
 
 def gradient_rollout(
-    trace: Trace,
-    options: GradientMapOptions,
-    layers: Sequence[Layer],
-    target: Target | None,
-    factors: Callable[[Sequence[Target]], Iterable[Factors]],
-) -> tuple[Joint, Float[Tensor, "batch row key"], dict[str, Tensor]]:
-    """Return rho = B_n ... B_1 with B = I + mean_h (alpha_h o the weights of `factors`), and its scale as extras.
+    scoring: Composition[GradientMapOptions], factors: Callable[[Sequence[Target]], Iterable[Factors]]
+) -> Attribution:
+    """Return rho = B_n ... B_1 with B = I + mean_h (alpha_h o the weights of `factors`).
 
     `sign` applies to each head, and `factors` yields the gradients of each target. Without a target, row i takes those
     of the scalar at position i; if all positions have one scalar, the maps are multiplied once for all rows. Raises
     `UncoveredError` for layers without one attention matrix per head (see `core_mixers`).
     """
-    for layer in layers:
+    for layer in scoring.layers:
         core_mixers(layer)
-    joint = Joint.of(trace, options.name, layers)
 
     def blocks(weights: Factors, layer: Layer) -> Blocks:
-        return weighted_blocks(trace, layer, weights[layer.name], options.sign)
+        return weighted_blocks(scoring.trace, layer, weights[layer.name], scoring.options.sign)
 
     def multiply(weights: Factors, _: Tensor, row: Tensor, layer: Layer) -> Tensor:
         row = row.to(layer.output)
         return sum_on_first(row[:, :, tokens] @ block for tokens, block in blocks(weights, layer))
 
-    return joint, *weighted_rollout(joint, options, layers, target, factors, multiply, blocks)
+    return weighted_rollout(scoring, "core", factors, multiply, blocks)
 
 
-def core_gradients(
-    trace: Trace, layers: Sequence[Layer], targets: Sequence[Target], options: ScalarOptions
-) -> Iterator[dict[str, AtCores]]:
+def core_gradients(scoring: Composition[ScalarOptions], targets: Sequence[Target]) -> Iterator[dict[str, AtCores]]:
     """Yield the model's own gradient of the scalar with respect to the outputs of each layer's cores."""
+    trace, layers = scoring.trace, scoring.layers
     indices = {layer.name: index for index, layer in enumerate(trace.layers)}
     pulls = {layer.name: layer.core_pullback() for layer in layers} if len(targets) > 1 else {}
-    for gradients in trace.gradients(targets, options.scalar):
+    for gradients in trace.gradients(targets, scoring.options.scalar):
         yield {
             layer.name: (pulls.get(layer.name) or layer.core_pullback())(gradients[indices[layer.name]])
             for layer in layers
@@ -89,27 +77,26 @@ def weighted_blocks(
     v are the core's values. A head sums the products of its parallel cores, such as the directions of a bidirectional
     layer.
     """
-    cores = _cores(layer)
-    if any(len(g) != len(cores) for g in factors):
+    every_core = cores(layer)
+    if any(len(g) != len(every_core) for g in factors):
         raise UncoveredError(
-            f"the gradients at the {len(cores)} cores of {layer.name} ({layer.kind}) are unknown, because its values "
-            "and gates are constants in its operator; use 'contribution' or 'rollout'."
+            f"the gradients at the {len(every_core)} cores of {layer.name} ({layer.kind}) are unknown, because its "
+            "values and gates are constants in its operator; use 'contribution' or 'rollout'."
         )
-    rows, step = block_shape(layer, [mixer for mixer, _ in cores])
-    every, heads = query_rows(trace, layer), cores[0][0].heads
-    values = [v.unflatten(2, (heads, -1)) for _, v in cores]
-    gradients = [[g[core].unflatten(2, (heads, -1)) for g in factors] for core in range(len(cores))]
+    rows, step = block_shape(layer, [core.mixer for core in every_core])
+    every, heads = query_rows(trace, layer), every_core[0].mixer.heads
+    gradients = [[g[index].unflatten(2, (heads, -1)) for g in factors] for index in range(len(every_core))]
     for start in range(0, every.shape[1], rows):
         span = slice(start, min(start + rows, every.shape[1]))
-        total = layer.output.new_zeros(every.shape[0], span.stop - start, values[0].shape[1])
+        total = layer.output.new_zeros(every.shape[0], span.stop - start, every_core[0].value.shape[1])
         for first in range(0, heads, step):
             some = slice(first, min(first + step, heads))
             products = []
-            for (mixer, _), v, weights in zip(cores, values, gradients, strict=True):
-                product = mixer.tile(span, slice(None), some)
+            for core, weights in zip(every_core, gradients, strict=True):
+                product = core.mixer.tile(span, slice(None), some)
                 # Several gradients weight each entry in turn, so one weight of all pairs is held at a time.
                 for g in weights:
-                    product = product * torch.einsum("bihp,bjhp->bhij", g[:, span, some], v[:, :, some])
+                    product = product * torch.einsum("bihp,bjhp->bhij", g[:, span, some], core.value[:, :, some])
                 products.append(product)
             total += apply_sign(sign, sum_on_first(products)).sum(1)
         yield span, (total / heads).masked_fill(~real_pairs(trace, layer, every[:, span]), 0)
@@ -166,36 +153,16 @@ def _parallel(chain: Chain, name: str) -> list[CoreMixer]:
     return mixers
 
 
-def _cores(layer: Layer) -> list[tuple[CoreMixer, Float[Tensor, "batch key channel"]]]:
-    """Return a layer's parallel cores with their values on the observed input."""
-    op = only_port(layer)
-    return _with_values(op.chains[op.ports[0]], op.inputs[op.ports[0]].to(op.output.dtype))
-
-
-def _with_values(chain: Chain, x: Tensor) -> list[tuple[CoreMixer, Tensor]]:
-    for stage in chain:
-        if isinstance(stage, Mix) and stage.role == "core":
-            return [(stage.mixer, x)]
-        if isinstance(stage, Branch) and any(inner.role == "core" and inner.mixes for inner in walk([stage])):
-            return [core for branch in stage.chains for core in _with_values(branch, x)]
-        x = stage.apply(x)
-    return []
-
-
-def gradient_rollout_cost(
-    trace: Trace, options: GradientMapOptions, target: Target | None, *, factors: int, relevance: int = 0
-) -> Estimate:
+def gradient_rollout_cost(scoring: Composition[GradientMapOptions], *, factors: int, relevance: int = 0) -> Estimate:
     """Return the cost of `gradient_rollout` with weights of `factors` gradients, and of the runs that give them.
 
     `relevance`: bytes of a frozen run, whose graph is kept while the maps are computed.
     """
-    layers = layers_from(trace, options.name, options.start_layer)
-    joint = Joint.of(trace, options.name, layers)
-    resident = relevance
-    if target is None and one_scalar(trace, options.scalar):
-        resident += joint_bytes(joint, layers)
+    trace, resident = scoring.trace, relevance
+    if scoring.target is None and one_scalar(trace, scoring.options.scalar):
+        resident += scoring.map_bytes
     resident += factors * sum(
-        layer.output[..., 0].numel() * layer.operator.width * layer.output.element_size() for layer in layers
+        layer.output[..., 0].numel() * layer.operator.width * layer.output.element_size() for layer in scoring.layers
     )
 
     def of(layer: Layer) -> int:
@@ -203,5 +170,4 @@ def gradient_rollout_cost(
         rows, heads = block_shape(layer, mixers, None)
         return block_bytes(layer, mixers, rows, heads)
 
-    before, axes = gradient_passes(trace, options), joint.axes(whole=False)
-    return estimated(options, layers, target, of, resident=resident, before=before, axes=axes)
+    return weighted_cost(scoring, of, resident=resident)

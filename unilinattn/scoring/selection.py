@@ -1,24 +1,19 @@
 """Select the layers, rows and tokens of a method, and check that the layers' scores can be combined."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from unilinattn.errors import OptionError, UncoveredError, nearest
+from unilinattn.errors import OptionError, StreamError, UncoveredError, nearest
+from unilinattn.host.inputs import real_tokens
 from unilinattn.host.logits import Logit, has_logits, logits_of
-from unilinattn.methods.axes import stream_mask
 from unilinattn.operator.operator import MixerOperator
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.sinks import sink_tokens
-from unilinattn.tracing.token_streams import (
-    TokenStream,
-    mixing_ports,
-    require_one_batch,
-    stream_read,
-    stream_written,
-)
+from unilinattn.tracing.token_streams import TokenStream, mixing_ports, require_one_batch, stream_read, stream_written
 from unilinattn.tracing.trace import Target, Trace
 from unilinattn.tracing.trust import require_exact
 
@@ -130,6 +125,42 @@ def begins_stream(trace: Trace, layer: Layer) -> bool:
     return is_first and layer.stream is None and (is_taken or is_resized or is_widened)
 
 
+def stream_errors(trace: Trace, layers: Sequence[Layer], method: str, remedy: str = "") -> dict[str, float]:
+    """Return the `stream_error` of each layer's step by the layer's name, without modules that contain their residual.
+
+    Raises `StreamError`, which ends with `remedy`, if an error exceeds the rounding of the host's dtype.
+    """
+    errors = {}
+    for layer in layers:
+        step = next(step for step in trace.steps if any(layer is other for other in step.layers))
+        error, allowed = step.stream_error(), step.stream_tolerance()
+        if error is None:
+            continue
+        if not error <= allowed:
+            names = " and ".join(other.name for other in step.layers)
+            raise StreamError(
+                f"{method}: the residual stream and the output of {names} do not add up to the next stream of "
+                f"{trace.model}: the relative error is {error:.1e}, and {allowed:.0e} is accepted. The "
+                f"host may have written into its stream after the layer.{remedy}"
+            )
+        errors[layer.name] = error
+    return errors
+
+
+def residual_of(trace: Trace, layer: Layer, method: str, remedy: str = "") -> Float[Tensor, "batch query out"]:
+    """Return the stream that the host adds to a layer's output, zeros for one that begins a stream.
+
+    Raises `UncoveredError`, which ends with `remedy`, if the trace found none.
+    """
+    if layer.residual is None and begins_stream(trace, layer):
+        return torch.zeros_like(layer.output)
+    if layer.residual is None:
+        raise UncoveredError(
+            f"{method} needs the stream that the host adds to the output of {layer.name}; {layer.no_residual}.{remedy}"
+        )
+    return layer.residual
+
+
 def stream_groups(trace: Trace) -> list[tuple[int, ...]]:
     """Return the indices of the layers that read one tensor, in groups of layers with equal axes, the largest first."""
     groups: dict[object, list[int]] = {}
@@ -190,10 +221,25 @@ def key_mask(trace: Trace, layer: Layer) -> Bool[Tensor, "batch key"] | None:
     return None if mask is None else mask.to(layer.output.device)
 
 
+def stream_mask(trace: Trace, stream: TokenStream) -> Bool[Tensor, "batch token"] | None:
+    """Return the real tokens of a stream, None if all are real."""
+    layers = layers_in(trace, stream)
+    if layers:
+        return layers[0].mask
+    # Of a stream that no layer writes, such as the states of an encoder elsewhere, only an argument tells.
+    masks = (real_tokens(trace.arguments, name) for name in ("encoder_attention_mask", "attention_mask"))
+    return next((mask for mask in masks if mask is not None and tuple(mask.shape) == stream.shape), None)
+
+
+def layers_in(trace: Trace, stream: TokenStream) -> list[Layer]:
+    """Return the layers that read and write the tokens of a stream."""
+    return [trace.layers[index] for index in stream.layers]
+
+
 def key_sinks(trace: Trace, layer: Layer) -> tuple[tuple[int, ...], ...] | None:
     """Return the positions of the attention sinks among a layer's keys; None if they are unknown."""
     stream = streams_of(trace, layer)[1]
-    return sink_tokens([trace.layers[index] for index in stream.layers], stream.shape)
+    return sink_tokens(layers_in(trace, stream), stream.shape)
 
 
 def real_pairs(trace: Trace, layer: Layer, rows: Int[Tensor, "batch row"]) -> Bool[Tensor, "batch row key"]:
@@ -203,6 +249,48 @@ def real_pairs(trace: Trace, layer: Layer, rows: Int[Tensor, "batch row"]) -> Bo
         keys = torch.ones(_only(layer)[1], dtype=torch.bool, device=rows.device)
     real = torch.ones_like(rows, dtype=torch.bool) if queries is None else queries.gather(1, rows)
     return real[:, :, None] & keys[:, None, :]
+
+
+def gather_rows(
+    scores: Float[Tensor, "batch query key"], rows: Int[Tensor, "batch row"]
+) -> Float[Tensor, "batch row key"]:
+    """Return the rows of each sequence at its positions in `rows`."""
+    return scores.gather(1, rows.unsqueeze(-1).expand(-1, -1, scores.shape[-1]))
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """Some rows of the map of a step, whose layers read and write the same tokens.
+
+    Attributes:
+        trace: the trace.
+        step: the layers of the step.
+        index: the query position of each row.
+    """
+
+    trace: Trace
+    step: Sequence[Layer]
+    index: Int[Tensor, "batch row"]
+
+    @property
+    def layer(self) -> Layer:
+        """The first layer of the step."""
+        return self.step[0]
+
+    @property
+    def are_all(self) -> bool:
+        """Whether every row of the map is among them."""
+        return self.index.shape[1] == self.layer.output.shape[1]
+
+    @property
+    def real(self) -> Bool[Tensor, "batch row"]:
+        """Whether each row is that of a real token."""
+        mask = self.layer.mask
+        return torch.ones_like(self.index, dtype=torch.bool) if mask is None else mask.gather(1, self.index)
+
+    def of(self, vectors: Float[Tensor, "batch query channel"]) -> Float[Tensor, "batch row channel"]:
+        """Return the vectors of the rows among those of all queries."""
+        return gather_rows(vectors, self.index)
 
 
 def only_port(layer: Layer) -> MixerOperator:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from tests.methods.hosts import CASES, close, real_map, references, traced
-from unilinattn.methods.maps import Weight, attention_map, attention_rows, map_blocks, postprocess, vecmat
 from unilinattn.options import Raw, Rollout
+from unilinattn.scoring.maps import Weight, attention_map, attention_rows, map_blocks, postprocess, vecmat
 
 BATCH, ROWS, KEYS = 2, 5, 7
 

@@ -12,7 +12,11 @@ from torch import Tensor
 from unilinattn.kernels.row_product.naive import Sign, apply_sign
 from unilinattn.memory import parts as slices
 from unilinattn.memory import require, rows_within
-from unilinattn.methods.selection import (
+from unilinattn.operator.cost import left_multiply_elements, map_cut
+from unilinattn.operator.selection import checked_heads
+from unilinattn.options.bases import MapOptions
+from unilinattn.scoring.selection import (
+    StepRows,
     key_mask,
     mixing_operator,
     query_rows,
@@ -20,7 +24,6 @@ from unilinattn.methods.selection import (
     real_pairs,
     streams_of,
 )
-from unilinattn.options.bases import MapOptions
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Trace
 
@@ -111,22 +114,16 @@ def postprocess(
 
 
 def postprocess_(
-    scores: Float[Tensor, "batch row key"],
-    trace: Trace,
-    layer: Layer,
-    rows: Int[Tensor, "batch row"],
-    *,
-    sign: Sign = "keep",
-    discard: float,
-    normalize: str,
+    scores: Float[Tensor, "batch row key"], rows: StepRows, *, sign: Sign = "keep", discard: float, normalize: str
 ) -> None:
     """Apply the sign option and then `postprocess` in place, in blocks of rows."""
+    trace, layer, index = rows.trace, rows.layer, rows.index
     spans = _row_slices(scores, postprocess_elements(discard))
     extremes = []
     for span in spans:
-        real, each = real_pairs(trace, layer, rows[:, span]), apply_sign(sign, scores[:, span])
+        real, each = real_pairs(trace, layer, index[:, span]), apply_sign(sign, scores[:, span])
         by_row = "none" if normalize == "min-max" else normalize
-        protected = protected_keys(trace, layer, rows[:, span])
+        protected = protected_keys(trace, layer, index[:, span])
         scores[:, span] = postprocess(each, real, protected, discard=discard, normalize=by_row)
         if normalize == "min-max":
             extremes.append(_extremes(scores[:, span], real))
@@ -134,7 +131,7 @@ def postprocess_(
         low = torch.stack([each for each, _ in extremes]).amin(0)
         high = torch.stack([each for _, each in extremes]).amax(0)
         for span in spans:
-            real = real_pairs(trace, layer, rows[:, span])
+            real = real_pairs(trace, layer, index[:, span])
             scores[:, span] = _between(scores[:, span], real, low, high)
 
 
@@ -292,22 +289,48 @@ def sum_on_first(tensors: Iterable[Tensor]) -> Tensor:
     return sum((other.to(first) for other in others), start=first)
 
 
-def blank_padding(
-    scores: Float[Tensor, "batch row key"], trace: Trace, layer: Layer, rows: Int[Tensor, "batch row"]
-) -> None:
+def blank_padding(scores: Float[Tensor, "batch row key"], rows: StepRows) -> None:
     """Set the scores of pairs with padding to zero, in place."""
-    keys = key_mask(trace, layer)
+    keys = key_mask(rows.trace, rows.layer)
     if keys is not None:
         scores.masked_fill_(~keys[:, None, :], 0)
-    if layer.mask is not None:
-        scores.masked_fill_(~layer.mask.gather(1, rows)[:, :, None], 0)
+    scores.masked_fill_(~rows.real[:, :, None], 0)
 
 
-def gather_rows(
-    scores: Float[Tensor, "batch query key"], rows: Int[Tensor, "batch row"]
-) -> Float[Tensor, "batch row key"]:
-    """Return the rows of each sequence at its positions in `rows`."""
-    return scores.gather(1, rows.unsqueeze(-1).expand(-1, -1, scores.shape[-1]))
+def map_cost(layer: Layer, options: MapOptions, *, extra_elements: int = 0) -> int:
+    """Return the bytes of `attention_blocks` with the same `extra_elements`."""
+    scope = mixing_operator(layer).scoped_map(options.scope)
+    return map_cut(scope, checked_heads(options.heads, scope.heads), extra_elements=extra_elements)[2]
+
+
+def postprocess_cost(layer: Layer, options: MapOptions, *, computed: bool = False) -> int:
+    """Return the bytes of `map_blocks`; `computed` says that the map exists already."""
+    width, numbers = layer.output.element_size(), postprocess_elements(options.discard)
+    if options.normalize == "min-max":
+        whole = map_bytes(layer)
+        return max((1 + numbers) * whole, whole + map_cost(layer, options, extra_elements=numbers))
+    if computed:
+        return postprocess_bytes(map_shape(layer), width, options.discard)
+    return map_cost(layer, options, extra_elements=numbers)
+
+
+def head_cost(layer: Layer, options: MapOptions) -> int:
+    """Return the bytes of `map_blocks` with a weight of each head."""
+    scope = mixing_operator(layer).scoped_map(options.scope)
+    _, _, size = map_cut(scope, None, extra_elements=head_elements(layer, options))
+    if options.normalize == "min-max":
+        size += (1 + postprocess_elements(options.discard)) * map_bytes(layer)
+    return size
+
+
+def vecmat_cost(layer: Layer, options: MapOptions, *, computed: bool = False) -> int:
+    """Return the bytes of `vecmat`: a linear-time pass, or blocks of the map, which may be `computed` already."""
+    if options.is_linear and not computed:
+        elements = left_multiply_elements(mixing_operator(layer).scoped_map(options.scope), 1)
+        return elements * layer.output.element_size()
+    if options.is_plain and not computed:
+        return map_cost(layer, options)
+    return postprocess_cost(layer, options, computed=computed)
 
 
 def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:

@@ -14,8 +14,8 @@ from transformers import MambaConfig, MambaForCausalLM
 import unilinattn as ula
 from tests.subnormal import counted, subnormals
 from unilinattn.kernels.exponents import times_power_of_two
-from unilinattn.methods.scaled import ScaledProduct
 from unilinattn.results.attribution import Attribution
+from unilinattn.scoring.scaled import ScaledProduct
 from unilinattn.tracing.trace import Trace
 
 LAYERS, LENGTH = 48, 12

@@ -1,32 +1,76 @@
-"""The vectors T_i(x_j) of all pairs or of some rows, in tiles, for the methods that reduce them to norms."""
+"""The vectors T_i(x_j) of all pairs or of some rows, whole or by head, in tiles, for methods that take their norms."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from unilinattn.errors import OptionError, UncoveredError
 from unilinattn.memory import allowed, parts, rows_within
-from unilinattn.methods.maps import sum_on_first
-from unilinattn.methods.selection import only_port, query_rows
-from unilinattn.operator.cost import (
-    TILE,
-    apply_elements,
-    rows_elements,
-    split_elements,
-    tile_elements,
-    tile_rows,
-)
+from unilinattn.operator.cost import TILE, apply_elements, rows_elements, split_elements, tile_elements, tile_rows
 from unilinattn.operator.deferred import shapes_only
 from unilinattn.operator.heads import HeadContributions
 from unilinattn.operator.pairwise import PairwiseContributions, Tile
+from unilinattn.operator.selection import checked_heads, chosen_heads
+from unilinattn.options.bases import ThroughHeads
+from unilinattn.scoring.maps import sum_on_first
+from unilinattn.scoring.selection import StepRows, mixing_operator, only_port, query_rows
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Target, Trace
 
 SUMMED = 3
 """Tiles of vectors beside those of each layer: the last layer's product before its axes are put in order, the sum so
 far, and the next sum."""
+
+
+@dataclass(frozen=True)
+class HeadAxis:
+    """The heads of a head axis, and whether a head of these layers is one channel wide."""
+
+    heads: tuple[int, ...]
+    kind: Literal["head", "channel"]
+
+
+def head_axis(method: str, layers: Sequence[Layer], heads: Any, scope: str = "core") -> HeadAxis:
+    """Return the axis of the heads of a scope that `heads` selects, all for None.
+
+    Raises `UncoveredError` if the layers have different numbers of heads, and `OptionError` for heads out of range.
+    """
+    maps = [mixing_operator(layer).scoped_map(scope) for layer in layers]
+    counts = {layer.name: scoped.heads for layer, scoped in zip(layers, maps, strict=True)}
+    if len(set(counts.values())) > 1:
+        first, other = layers[0], next(layer for layer in layers if counts[layer.name] != counts[layers[0].name])
+        raise UncoveredError(
+            f"{method}: {first.name} has {counts[first.name]} heads and {other.name} has {counts[other.name]}, so they "
+            "share no head axis; pass layers=[...] with layers of one kind, or one of them."
+        )
+    kind: Literal["head", "channel"] = "channel" if all(scoped.width == 1 for scoped in maps) else "head"
+    return HeadAxis(selected_heads(method, layers[0], heads, scope), kind)
+
+
+def selected_heads(method: str, layer: Layer, heads: Any, scope: str = "core") -> tuple[int, ...]:
+    """Return the heads of a layer that `heads` selects, counted from 0, all for None.
+
+    Raises `OptionError` for heads out of range or named twice.
+    """
+    total = mixing_operator(layer).num_heads(scope)
+    selection = heads if heads is None or isinstance(heads, int) else list(heads)
+    try:
+        indices = tuple(chosen_heads(checked_heads(selection, total), total))  # type: ignore[arg-type]  # no reduction
+    except OptionError as error:
+        raise OptionError(f"{method}, {layer.name}: {error}") from None
+    if len(set(indices)) < len(indices):
+        raise OptionError(f"{method}: heads={selection} names a head twice; name each one once.")
+    return indices
+
+
+def through_heads(options: ThroughHeads, layer: Layer) -> HeadContributions:
+    """Return the contributions through heads of a layer's core, each apart if `by_head`, else summed."""
+    heads = selected_heads(options.name, layer, options.heads)
+    return HeadContributions.of(only_port(layer), heads, joint=not options.by_head)
 
 
 def contribution_tiles(
@@ -127,11 +171,7 @@ def head_tiles_cost(split: HeadContributions, rows: int, *, exact: bool, product
 
 
 def cancellation(
-    sizes: Float[Tensor, "batch row"],
-    total: Float[Tensor, "batch row out"],
-    p: float,
-    layer: Layer,
-    rows: Int[Tensor, "batch row"],
+    sizes: Float[Tensor, "batch row"], total: Float[Tensor, "batch row out"], p: float, rows: StepRows
 ) -> Float[Tensor, "batch row"]:
     """Return sum_j ||T_i(x_j)||_p / ||sum_j T_i(x_j)||_p of each row, at least 1; 0 for rows of padding.
 
@@ -140,7 +180,7 @@ def cancellation(
     """
     size = torch.linalg.vector_norm(total, ord=p, dim=-1)
     ratio = torch.where(sizes == 0, torch.ones_like(sizes), sizes / size)
-    return ratio if layer.mask is None else ratio.masked_fill(~layer.mask.gather(1, rows), 0)
+    return ratio.masked_fill(~rows.real, 0)
 
 
 def at_target(

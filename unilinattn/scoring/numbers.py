@@ -1,8 +1,10 @@
-"""The explained number as a function of the tokens' vectors, for the algorithms of captum."""
+"""The explained number of runs of the model on other inputs, and its function of the tokens' vectors for captum."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import wraps
 from types import ModuleType
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -12,15 +14,17 @@ from unilinattn.errors import InputError, OptionError, UncoveredError
 from unilinattn.host.isolation import in_gradient_mode, with_own_random_numbers
 from unilinattn.host.logits import Logit, one_each, picked
 from unilinattn.memory import require_result
-from unilinattn.methods.axes import Axes
-from unilinattn.methods.maps import ONE_ROW
-from unilinattn.methods.results import stored_options
-from unilinattn.methods.selection import every_position, only_target
 from unilinattn.optional import import_extra
 from unilinattn.options.bases import ScalarOptions
 from unilinattn.progress import progress
+from unilinattn.registry import register_method
 from unilinattn.reruns.embedded import EmbeddedModel
+from unilinattn.reruns.rerun import Rerun
 from unilinattn.results.attribution import Attribution
+from unilinattn.scoring.base import stored_options
+from unilinattn.scoring.joint import Axes
+from unilinattn.scoring.maps import ONE_ROW
+from unilinattn.scoring.selection import every_position, only_target
 from unilinattn.tracing.trace import Target, Trace
 
 TOKENS = 4096
@@ -42,6 +46,38 @@ class Scores:
     gap: float | None = None
 
 
+class ExplainedNumber:
+    """The number that a method explains, of each sequence in a run of the traced model.
+
+    The logit is that of the model's prediction on the traced inputs, which are those of the first run.
+
+    Attributes:
+        positions: the target's position in each traced sequence, None without a target and for a function.
+        has_queries: whether each query of the last run has a number.
+    """
+
+    def __init__(self, trace: Trace, target: Target | None, logit: Logit, measure: str = "logit") -> None:
+        """Store the arguments of the method, of which `measure` is "logit" or "log-probability"."""
+        self._trace, self._target, self._logit, self._measure = trace, target, logit, measure
+        self.positions = None if target is None or callable(logit) else trace.positions(target)
+        self.has_queries = False
+        self._ids: Int[Tensor, "batch *query id"] | None = None
+
+    def __call__(self, run: Rerun, sequences: Int[Tensor, " run"]) -> Float[Tensor, "run *query"]:
+        """Return the numbers of a run on some of the traced sequences, in float32 or more."""
+        if callable(self._logit):
+            return one_each(self._logit(run.output), len(sequences))
+        logits = run.logits(None if self.positions is None else self.positions[sequences])
+        self.has_queries = logits.ndim == 3 and self.positions is None
+        logits = logits if self.has_queries else logits.flatten(0, -2)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if self._measure == "log-probability":
+            logits = logits.log_softmax(-1)
+        if self._ids is None:
+            self._ids = self._trace.explained_logit.ids(self._target, self._logit, logits)
+        return picked(logits, self._ids[sequences.to(logits.device)])
+
+
 class TokenFunction:
     """The explained number of each sequence as a function of the vectors of its tokens.
 
@@ -61,9 +97,7 @@ class TokenFunction:
 
     def __init__(self, trace: Trace, model: EmbeddedModel, target: Target, logit: Logit) -> None:
         """Run the model once on the traced inputs; inside `EmbeddedModel.isolated`."""
-        self._trace, self._model, self._target, self._logit = trace, model, target, logit
-        self._positions = None if callable(logit) else trace.positions(target)
-        self._ids: Int[Tensor, "batch id"] | None = None
+        self._model, self._number = model, ExplainedNumber(trace, target, logit)
         self.vectors = model.vectors.clone().requires_grad_()
         self.sequences = torch.arange(len(self.vectors), device=self.vectors.device)
         mask = Axes(trace, model.streams, model.streams).mask()
@@ -77,17 +111,8 @@ class TokenFunction:
     ) -> Float[Tensor, " run"]:
         """Return the number of each run; `sequences` are the traced sequences whose vectors these replace."""
         sequences = sequences.long().cpu()
-        run = self._model.run(vectors, sequences, self._positions)
-        if callable(self._logit):
-            value = one_each(self._logit(run.output), len(sequences))
-        else:
-            assert self._positions is not None
-            logits = run.logits(self._positions[sequences])
-            logits = logits.flatten(0, 1) if logits.ndim == 3 else logits
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            if self._ids is None:
-                self._ids = self._trace.explained_logit.ids(self._target, self._logit, logits)
-            value = picked(logits, self._ids[sequences.to(logits.device)])
+        run = self._model.run(vectors, sequences, self._number.positions)
+        value = self._number(run, sequences)
         if not bool(value.isfinite().all()):
             raise InputError("the explained number is NaN or infinite in a run of the model, so it has no scores.")
         if torch.is_grad_enabled() and not value.requires_grad:
@@ -152,21 +177,33 @@ def captum() -> ModuleType:
     return import_extra("captum.attr", "captum")
 
 
-def explained(
-    trace: Trace,
-    options: ScalarOptions,
-    target: Target | None,
-    score: Callable[[TokenFunction], Scores],
-    *,
-    every_query: bool = True,
-) -> Attribution:
-    """Score the tokens with an algorithm, target after target, and return the result.
+Score = Callable[[TokenFunction, Any, ModuleType], Scores]
+"""Scores the tokens of one target, given a method and captum's algorithms."""
+
+
+def captum_method(
+    method: type[ScalarOptions], *, every_query: bool = True
+) -> Callable[[Score], Callable[..., Attribution]]:
+    """Register a method that scores the tokens by an algorithm of captum, target after target.
 
     Without a target every position with a logit is a target; with every_query=False this raises `OptionError`. Padding
     has a score of zero. The result names no layers, since no operator takes part.
     """
-    # Tensors of the caller's inference mode could not be written into.
-    return in_gradient_mode(True, lambda: _explained(trace, options, target, score, every_query))
+
+    def decorate(score: Score) -> Callable[..., Attribution]:
+        @wraps(score)
+        def run(trace: Trace, options: Any, *, target: Target | None = None) -> Attribution:
+            algorithms = captum()
+
+            def scored(function: TokenFunction) -> Scores:
+                return score(function, options, algorithms)
+
+            # Tensors of the caller's inference mode could not be written into.
+            return in_gradient_mode(True, lambda: _explained(trace, options, target, scored, every_query))
+
+        return register_method(method)(run)
+
+    return decorate
 
 
 def _explained(
@@ -218,11 +255,3 @@ def _explained(
         completeness_gap=max(gaps, default=None),
         extras=extras,
     )
-
-
-def relative_gap(
-    missed: Float[Tensor, " batch"], value: Float[Tensor, " batch"], baseline: Float[Tensor, " batch"]
-) -> float:
-    """Return the largest gap relative to the difference between the number and that of the baseline."""
-    size = (value - baseline).abs().clamp_min(torch.finfo(value.dtype).tiny)
-    return float((missed.abs() / size).max())
