@@ -185,7 +185,7 @@ OPERATIONS: Mapping[str, Callable[[CoreMixer, int], None]] = {
 
 @contextmanager
 def _watched() -> Iterator[tuple[list[None], set[str]]]:
-    """Record calls of the default `reduced_rows` and `reduced_parts`, and the operations whose kernels are imported."""
+    """Record calls of the default `reduced_parts`, and the operations whose kernels are imported."""
     plain: list[None] = []
     kernels: set[str] = set()
     imported = importlib.import_module
@@ -204,8 +204,8 @@ def _watched() -> Iterator[tuple[list[None], set[str]]]:
 
     # The torch form of a convolution's weighted map sums tiles too.
     tiles = patch.object(tiled, "toeplitz_rows", noted(tiled.toeplitz_rows))
-    defaults = {name: noted(getattr(CoreMixer, name)) for name in ("reduced_rows", "reduced_parts")}
+    default = patch.object(CoreMixer, "reduced_parts", noted(CoreMixer.reduced_parts))
     # Two chunks at once: a single one, as on a CPU, needs no kernel for the states between chunks.
     chunks = patch.object(Chunked, "side_by_side", 2)
-    with tiles, chunks, patch.multiple(CoreMixer, **defaults), patch.object(backend.importlib, "import_module", ask):
+    with tiles, chunks, default, patch.object(backend.importlib, "import_module", ask):
         yield plain, kernels

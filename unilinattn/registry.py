@@ -2,7 +2,7 @@
 
 import importlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache, wraps
@@ -199,14 +199,7 @@ def register_plain_form(*hosts: str) -> Callable[[Form], Form]:
     Raises `OptionError` if a host class has a plain form already.
     """
 
-    def decorate(form: Form) -> Form:
-        taken = [host for host in hosts if host in _plain_forms]
-        if taken:
-            raise OptionError(f"{taken} have a plain form already; register the form of another class.")
-        _plain_forms.update(dict.fromkeys(hosts, form))
-        return form
-
-    return decorate
+    return _registers(_plain_forms, hosts, "have a plain form already; register the form of another class.")
 
 
 def register_image_tokens(*hosts: str) -> Callable[[PlacesOf], PlacesOf]:
@@ -218,12 +211,17 @@ def register_image_tokens(*hosts: str) -> Callable[[PlacesOf], PlacesOf]:
     Raises `OptionError` if a host class is registered already.
     """
 
-    def decorate(places: PlacesOf) -> PlacesOf:
-        taken = [host for host in hosts if host in _image_tokens]
-        if taken:
-            raise OptionError(f"{taken} have image tokens already; register those of another class.")
-        _image_tokens.update(dict.fromkeys(hosts, places))
-        return places
+    return _registers(_image_tokens, hosts, "have image tokens already; register those of another class.")
+
+
+def _registers(table: dict[str, Any], hosts: Sequence[str], refusal: str) -> Callable[[Any], Any]:
+    """Return a decorator that adds an entry to a table for each of some host classes that have none."""
+
+    def decorate(entry: Any) -> Any:
+        if taken := [host for host in hosts if host in table]:
+            raise OptionError(f"{taken} {refusal}")
+        table.update(dict.fromkeys(hosts, entry))
+        return entry
 
     return decorate
 

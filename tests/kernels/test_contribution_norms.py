@@ -6,7 +6,7 @@ from torch import Tensor
 
 from unilinattn.errors import OptionError
 from unilinattn.kernels.contribution_norms import gram, naive, tiled
-from unilinattn.kernels.contribution_norms.naive import Order
+from unilinattn.kernels.contribution_norms.naive import Order, Products
 from unilinattn.testing import relative_error
 
 ORDERS: list[Order] = [1.0, 2.0, 3.5, float("inf"), "alti", "dot"]
@@ -26,13 +26,13 @@ def test_norms_equal_their_definition(order: Order, keyed: bool, part: int, monk
     monkeypatch.setattr(tiled, "PART", part)
     vectors, reference = drawn(order, 6, 2)
     weight = torch.randn(6 if keyed else 1, 9, 6, dtype=torch.float64)
-    expected = naive.norms(vectors, weight, order=order, reference=reference)
-    assert relative_error(tiled.norms(vectors, weight, order=order, reference=reference), expected) < 1e-13
+    expected = naive.norms(Products(vectors, weight), order=order, reference=reference)
+    assert relative_error(tiled.norms(Products(vectors, weight), order=order, reference=reference), expected) < 1e-13
     formed = (weight @ vectors.flatten(2)).unflatten(2, (5, 7))
     innermost = formed.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
     for each in (formed, innermost):
         before = each.clone()
-        assert relative_error(tiled.norms(each, None, order=order, reference=reference), expected) < 1e-13
+        assert relative_error(tiled.norms(Products(each, None), order=order, reference=reference), expected) < 1e-13
         assert torch.equal(each, before)
 
 
@@ -43,7 +43,7 @@ def test_the_alti_score_of_a_small_vector_is_accurate() -> None:
     reference[0, 0, :3] = 0
     y = reference.double().transpose(1, 2).unsqueeze(3)
     exact = (y.abs() - (y - vectors.double()).abs()).sum(1)
-    actual = tiled.norms(vectors, None, order="alti", reference=reference)
+    actual = tiled.norms(Products(vectors, None), order="alti", reference=reference)
     assert torch.equal(actual > 0, exact > 0)
     assert relative_error(actual, exact) < 1e-6
 
@@ -51,14 +51,16 @@ def test_the_alti_score_of_a_small_vector_is_accurate() -> None:
 def test_gram_matrices_give_the_same_norms() -> None:
     vectors, weight = torch.randn(4, 6, 5, 7), torch.randn(4, 12, 6)
     # A tolerance below the rounding of float32 products.
-    assert relative_error(gram.norms(vectors, gram.gram(weight)), naive.norms(vectors, weight, order=2.0)) < 1e-7
+    assert (
+        relative_error(gram.norms(vectors, gram.gram(weight)), naive.norms(Products(vectors, weight), order=2.0)) < 1e-7
+    )
 
 
 def test_gram_matrices_give_small_norms_for_cancelling_vectors() -> None:
     weight = torch.randn(1, 40, 1).expand(-1, -1, 2) * torch.tensor([1.0, -1.0])
     vectors = torch.ones(1, 2, 3, 3)
     vectors[:, 1] += 1e-5 * torch.randn(3, 3)
-    expected = naive.norms(vectors, weight, order=2.0)
+    expected = naive.norms(Products(vectors, weight), order=2.0)
     assert relative_error(gram.norms(vectors, gram.gram(weight)), expected) < 1e-4
 
 
@@ -79,10 +81,13 @@ def test_the_norms_of_alti_are_two_orders(keyed: bool, part: int, monkeypatch: p
     vectors, reference = drawn("alti", 6, 2)
     assert reference is not None
     weight = torch.randn(6 if keyed else 1, 9, 6, dtype=torch.float64)
-    expected = naive.alti_norms(vectors, weight, reference)
-    assert torch.equal(expected[1], naive.norms(vectors, weight, order=1.0))
+    expected = naive.alti_norms(Products(vectors, weight), reference)
+    assert torch.equal(expected[1], naive.norms(Products(vectors, weight), order=1.0))
     formed = (weight @ vectors.flatten(2)).unflatten(2, (5, 7))
-    for actual in (tiled.alti_norms(vectors, weight, reference), tiled.alti_norms(formed, None, reference)):
+    for actual in (
+        tiled.alti_norms(Products(vectors, weight), reference),
+        tiled.alti_norms(Products(formed, None), reference),
+    ):
         assert all(relative_error(one, other) < 1e-13 for one, other in zip(actual, expected, strict=True))
 
 
@@ -90,6 +95,6 @@ def test_the_norms_of_alti_are_two_orders(keyed: bool, part: int, monkeypatch: p
 def test_an_unsupported_order_is_refused(order: Order) -> None:
     vectors, _ = drawn(2.0, 1, 1)
     with pytest.raises(OptionError, match="order"):
-        tiled.norms(vectors, None, order=order)
+        tiled.norms(Products(vectors, None), order=order)
     with pytest.raises(OptionError, match="without a reference"):
-        tiled.norms(vectors, None, order=2.0, reference=torch.randn(1, 5, 6))
+        tiled.norms(Products(vectors, None), order=2.0, reference=torch.randn(1, 5, 6))

@@ -7,7 +7,7 @@ from torch import Tensor
 import unilinattn as ula
 from unilinattn.kernels.backend import LEAST, using
 from unilinattn.kernels.contribution_norms import naive, tiled
-from unilinattn.kernels.contribution_norms.naive import Order
+from unilinattn.kernels.contribution_norms.naive import Order, Products
 from unilinattn.testing import relative_error
 from unilinattn.testing.hosts import host
 
@@ -43,25 +43,27 @@ def loops_only(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("channels", [1, 4, 6, 13, form.CHANNELS])
 def test_compiled_norms_equal_their_definition(channels: int, outs: int, keyed: bool) -> None:
     vectors, weight, reference = drawn(channels, outs, keyed=keyed)
-    expected = naive.alti_norms(vectors, weight, reference)
-    for actual, wanted in zip(form.alti_norms(vectors, weight, reference), expected, strict=True):
+    expected = naive.alti_norms(Products(vectors, weight), reference)
+    for actual, wanted in zip(form.alti_norms(Products(vectors, weight), reference), expected, strict=True):
         assert relative_error(actual.double(), wanted) < 1e-6
     for order, wanted in zip(("alti", 1.0), expected, strict=True):
         given = reference if order == "alti" else None
-        assert relative_error(form.norms(vectors, weight, order=order, reference=given).double(), wanted) < 1e-6
+        assert (
+            relative_error(form.norms(Products(vectors, weight), order=order, reference=given).double(), wanted) < 1e-6
+        )
 
 
 @pytest.mark.usefixtures("loops_only")
 def test_other_layouts_have_the_same_norms() -> None:
     vectors, weight, reference = drawn(6, 30, keyed=True)
-    expected = form.alti_norms(vectors, weight, reference)
+    expected = form.alti_norms(Products(vectors, weight), reference)
     strided = (
         vectors.permute(3, 0, 2, 1).contiguous().permute(1, 3, 2, 0),
         weight.mT.contiguous().mT,
         reference.mT.contiguous().mT,
     )
     assert not any(t.is_contiguous() for t in strided)
-    assert all(map(torch.equal, form.alti_norms(*strided), expected))
+    assert all(map(torch.equal, form.alti_norms(Products(*strided[:2]), strided[2]), expected))
 
 
 @pytest.mark.usefixtures("loops_only")
@@ -69,8 +71,8 @@ def test_the_compiled_score_of_a_small_vector_is_accurate() -> None:
     vectors, weight, reference = drawn(3, 40, keyed=False)
     reference[0, 0, :30] = 0
     reference[0, 1, :30] = -0.0
-    scores, _ = naive.alti_norms(1e-9 * vectors, weight, reference)
-    actual, _ = form.alti_norms(1e-9 * vectors, weight, reference)
+    scores, _ = naive.alti_norms(Products(1e-9 * vectors, weight), reference)
+    actual, _ = form.alti_norms(Products(1e-9 * vectors, weight), reference)
     assert torch.equal(actual > 0, scores > 0)
     assert relative_error(actual.double(), scores) < 1e-6
 
@@ -79,7 +81,10 @@ def test_the_compiled_score_of_a_small_vector_is_accurate() -> None:
 def test_nan_reaches_the_scores_of_its_pairs(at: str) -> None:
     inputs = dict(zip(("vectors", "weight", "reference"), drawn(5, 20, keyed=True), strict=True))
     inputs[at].flatten()[17] = torch.nan
-    compiled, plain = (module.alti_norms(**inputs) for module in (form, tiled))
+    compiled, plain = (
+        module.alti_norms(Products(inputs["vectors"], inputs["weight"]), inputs["reference"])
+        for module in (form, tiled)
+    )
     assert not compiled[0].isfinite().all()
     assert all(torch.equal(one.isnan(), other.isnan()) for one, other in zip(compiled, plain, strict=True))
 
@@ -90,7 +95,7 @@ def test_norms_do_not_depend_on_the_number_of_threads() -> None:
     try:
         for count in (1, 3):
             torch.set_num_threads(count)
-            results.append(form.alti_norms(*inputs))
+            results.append(form.alti_norms(Products(*inputs[:2]), inputs[2]))
     finally:
         torch.set_num_threads(threads)
     assert all(map(torch.equal, *results))
@@ -101,11 +106,14 @@ def test_other_norms_are_those_of_torch(order: Order) -> None:
     vectors, weight, reference = drawn(form.CHANNELS + 1, 9, keyed=False)
     given = reference if isinstance(order, str) else None
     for v, w, y in ((vectors, weight, given), (vectors[:, :9], None, given)):
-        assert torch.equal(form.norms(v, w, order=order, reference=y), tiled.norms(v, w, order=order, reference=y))
+        assert torch.equal(
+            form.norms(Products(v, w), order=order, reference=y), tiled.norms(Products(v, w), order=order, reference=y)
+        )
     if order not in ORDERS:
         v, w = vectors[:, :4], weight[..., :4]
         assert torch.equal(
-            form.norms(v, w, order=order, reference=given), tiled.norms(v, w, order=order, reference=given)
+            form.norms(Products(v, w), order=order, reference=given),
+            tiled.norms(Products(v, w), order=order, reference=given),
         )
 
 

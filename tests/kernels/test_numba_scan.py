@@ -4,7 +4,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from unilinattn.errors import UnilinattnError
 from unilinattn.kernels import backend
 from unilinattn.kernels.backend import LEAST, BackendError, implementation, using
 from unilinattn.kernels.scan import tiled
+from unilinattn.kernels.scan.memories import Diagonal
 from unilinattn.kernels.scan.naive import decay_scan
 from unilinattn.testing import relative_error
 from unilinattn.testing.hosts import host
@@ -53,6 +56,14 @@ def wide(inputs: list[Tensor | None]) -> list[Tensor | None]:
     return [t.double() if t is not None and t.is_floating_point() else t for t in inputs]
 
 
+def scan(module: ModuleType, *inputs: Tensor | None) -> Tensor:
+    return module.diagonal_scan(Diagonal(*inputs[:6]), inputs[6])
+
+
+def transposed_scan(module: ModuleType, *inputs: Tensor | None) -> Tensor:
+    return module.diagonal_scan_adjoint(Diagonal(*inputs[:6]), inputs[6])
+
+
 def error(actual: Tensor, expected: Tensor) -> float:
     return relative_error(actual.double(), expected)
 
@@ -63,11 +74,11 @@ def error(actual: Tensor, expected: Tensor) -> float:
 def test_both_passes_are_the_recurrence(length: int, channels: int, reset: bool) -> None:
     inputs = inputs_of(length, channels, reset=reset)
     expected = defined(wide(inputs))
-    assert error(form.diagonal_scan(*inputs), expected) < 2e-6
+    assert error(scan(form, *inputs), expected) < 2e-6
     # <w, A v> = <A^T w, v> for every v, by the gradient of the definition.
     weight, value = torch.randn_like(expected), inputs[6].double().requires_grad_()
     (transposed,) = torch.autograd.grad((defined([*wide(inputs)[:6], value]) * weight).sum(), value)
-    assert error(form.diagonal_scan_adjoint(*inputs[:6], weight.float()), transposed) < 2e-6
+    assert error(transposed_scan(form, *inputs[:6], weight.float()), transposed) < 2e-6
 
 
 @pytest.mark.parametrize("reset", [False, True])
@@ -82,7 +93,7 @@ def test_the_gradients_are_those_of_the_recurrence(length: int, channels: int, r
         return list(torch.autograd.grad((run(*leaves[:5], given[5], leaves[5]) * by).sum(), leaves))
 
     expected = gradients(lambda *given: defined(list(given)), wide(inputs), weight.double())
-    compiled, plain = (gradients(module.diagonal_scan, inputs, weight) for module in (form, tiled))
+    compiled, plain = (gradients(partial(scan, module), inputs, weight) for module in (form, tiled))
     names = ("query", "key", "log_decay", "scale", "rate", "value")
     for name, actual, rounded, exact in zip(names, compiled, plain, expected, strict=True):
         # A sum over channels may cancel; rounding in the form of torch shows by how much.
@@ -95,7 +106,7 @@ def test_the_gradient_of_one_factor_needs_no_other(alone: int) -> None:
     weight = torch.randn(2, 40, 70, 1)
     given, reference = list(inputs), wide(inputs)
     given[alone], reference[alone] = (t[alone].clone().requires_grad_() for t in (given, reference))
-    (actual,) = torch.autograd.grad((form.diagonal_scan(*given) * weight).sum(), given[alone])
+    (actual,) = torch.autograd.grad((scan(form, *given) * weight).sum(), given[alone])
     (expected,) = torch.autograd.grad((defined(reference) * weight.double()).sum(), reference[alone])
     assert error(actual, expected) < 5e-6
 
@@ -105,7 +116,7 @@ def test_a_differentiated_transpose_has_its_gradient() -> None:
     results = []
     for module, given, by in ((form, inputs, weight), (tiled, wide(inputs), weight.double())):
         query = given[0].clone().requires_grad_()
-        passed = module.diagonal_scan_adjoint(query, *given[1:])
+        passed = transposed_scan(module, query, *given[1:])
         results.append(torch.autograd.grad((passed * by).sum(), query)[0])
     assert error(*results) < 2e-6
 
@@ -113,15 +124,15 @@ def test_a_differentiated_transpose_has_its_gradient() -> None:
 @pytest.mark.parametrize("strong", [1e2, 1e4])
 def test_tokens_after_a_strong_decay_are_accurate(strong: float) -> None:
     inputs = inputs_of(130, 70, strong=strong)
-    assert error(form.diagonal_scan(*inputs), defined(wide(inputs))) < 2e-6
+    assert error(scan(form, *inputs), defined(wide(inputs))) < 2e-6
 
 
 def test_states_that_grow_are_accurate_and_overflow_to_infinity() -> None:
     inputs = inputs_of(12, 70)
     inputs[2] = -inputs[2]
-    assert error(form.diagonal_scan(*inputs), defined(wide(inputs))) < 2e-6
+    assert error(scan(form, *inputs), defined(wide(inputs))) < 2e-6
     inputs[2] = torch.full_like(inputs[2], 40.0)
-    out, expected = form.diagonal_scan(*inputs), tiled.diagonal_scan(*inputs)
+    out, expected = scan(form, *inputs), scan(tiled, *inputs)
     assert torch.equal(out.isfinite(), expected.isfinite()) and not out.isfinite().all()
 
 
@@ -132,7 +143,7 @@ def test_states_below_the_normal_numbers_are_zero() -> None:
     write = torch.zeros(1, length, 1, 1)
     write[0, 0] = 1
     rate = torch.full((1, 1), 43 * torch.tensor(2.0).log().item())
-    out = form.diagonal_scan(one, one, step, torch.ones(1, length, 1), rate, None, write).flatten()
+    out = scan(form, one, one, step, torch.ones(1, length, 1), rate, None, write).flatten()
     assert [round(x) for x in out[:3].log2().tolist()] == [0, -43, -86]
     assert out[3:].tolist() == [0, 0, 0]
 
@@ -141,13 +152,13 @@ def test_states_below_the_normal_numbers_are_zero() -> None:
 def test_a_number_that_is_not_finite_reaches_every_later_output_of_its_channel(bad: float) -> None:
     inputs = inputs_of(40, 70)
     inputs[6][1, 20, 3] = bad
-    out, expected = form.diagonal_scan(*inputs), tiled.diagonal_scan(*inputs)
+    out, expected = scan(form, *inputs), scan(tiled, *inputs)
     assert torch.equal(out.isfinite(), expected.isfinite())
     assert not out[1, 20:, 3].isfinite().any() and out[:, :, :3].isfinite().all()
-    back = [module.diagonal_scan_adjoint(*inputs).isfinite() for module in (form, tiled)]
+    back = [transposed_scan(module, *inputs).isfinite() for module in (form, tiled)]
     assert torch.equal(*back) and not back[0].all()
     leaves = [t.clone().requires_grad_() for t in inputs if t is not None]
-    grads = torch.autograd.grad(form.diagonal_scan(*leaves[:5], None, leaves[5]).sum(), leaves)
+    grads = torch.autograd.grad(scan(form, *leaves[:5], None, leaves[5]).sum(), leaves)
     assert not grads[0][1].isfinite().all() and grads[0][0].isfinite().all()
 
 
@@ -158,9 +169,9 @@ def test_results_do_not_depend_on_the_number_of_threads() -> None:
         for count in (1, 3):
             torch.set_num_threads(count)
             leaves = [t.clone().requires_grad_() if t is not None else None for t in inputs]
-            out = form.diagonal_scan(*leaves)
+            out = scan(form, *leaves)
             grads = torch.autograd.grad(out.square().sum(), [t for t in leaves if t is not None])
-            results.append([out.detach(), form.diagonal_scan_adjoint(*inputs), *grads])
+            results.append([out.detach(), transposed_scan(form, *inputs), *grads])
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
@@ -176,8 +187,8 @@ def test_other_structures_use_the_form_of_torch() -> None:
         (query.expand(-1, -1, 6, -1), key, log_decay, scale, rate, reset, value),
         (query, key, log_decay, scale, rate, reset, value.double()),
     ):
-        assert torch.equal(form.diagonal_scan(*given), tiled.diagonal_scan(*given))
-        assert torch.equal(form.diagonal_scan_adjoint(*given), tiled.diagonal_scan_adjoint(*given))
+        assert torch.equal(scan(form, *given), scan(tiled, *given))
+        assert torch.equal(transposed_scan(form, *given), transposed_scan(tiled, *given))
 
 
 def test_large_float32_work_is_compiled() -> None:
@@ -220,8 +231,8 @@ def test_loops_are_compiled_where_no_folder_can_be_written() -> None:
     code = """
 from numba.core.caching import CompileResultCacheImpl
 CompileResultCacheImpl._locator_classes = []  # the folders that Numba tries
-from tests.kernels.test_numba_scan import defined, error, form, inputs_of, wide
-assert error(form.diagonal_scan(*inputs_of(3, 2)), defined(wide(inputs_of(3, 2)))) < 2e-6
+from tests.kernels.test_numba_scan import defined, error, form, inputs_of, scan, wide
+assert error(scan(form, *inputs_of(3, 2)), defined(wide(inputs_of(3, 2)))) < 2e-6
 assert not form.loops.scan.stats.cache_path
 """
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from unilinattn.kernels.reduced_map import tiled
 from unilinattn.kernels.reduced_map.naive import reduced_map
+from unilinattn.kernels.reduced_map.tiled import HeadMap
 from unilinattn.memory import parts
 from unilinattn.testing import relative_error
 
@@ -55,7 +56,7 @@ def test_the_reduced_map_equals_its_definition(
             None if weights[0] is None else left.to(dtype),
             None if weights[1] is None else {lag: tap.to(dtype) for lag, tap in taps.items()},
         )
-        blocks = list(form.reduced_rows(of, (BATCH, length, HEADS, STATE), *given, blocks=parts(length, rows)))
+        blocks = list(form.reduced_rows(HeadMap(of, (BATCH, length, HEADS, STATE), *given), parts(length, rows)))
         expected = reduced_map(
             query,
             key,
@@ -76,6 +77,6 @@ def test_a_long_inner_axis_is_computed_in_lanes() -> None:
     def of(tokens: slice, part: slice) -> tuple[Tensor, Tensor, Tensor]:
         return query[:, tokens, part], key[:, tokens, part], decay[:, tokens, part]
 
-    ((_, block),) = numba.reduced_rows(of, (2, length, heads, state), None, taps, blocks=[slice(0, length)])
+    ((_, block),) = numba.reduced_rows(HeadMap(of, (2, length, heads, state), None, taps), [slice(0, length)])
     expected = reduced_map(query, key, decay, torch.ones(2, length, heads), taps)
     assert relative_error(block.double(), expected) < 2e-6

@@ -7,6 +7,7 @@ import torch
 
 from unilinattn.kernels.scalar_map import tiled, triton
 from unilinattn.kernels.scalar_map.naive import scalar_map
+from unilinattn.kernels.scan.memories import Scalar
 from unilinattn.memory import parts
 from unilinattn.testing import relative_error
 from unilinattn.testing.peak import peak_of
@@ -40,12 +41,9 @@ def test_the_map_equals_its_definition(
     left = torch.randn_like(one)
     taps = {0: torch.randn_like(one), 2: torch.randn_like(one[:1, :1]), 3: torch.randn_like(one)}
     for reading, writing in ((None, None), (left[:1], None), (None, taps), (left, taps)):
-        blocks = list(form.scalar_rows(query, key, decay, scale, reading, writing, blocks=parts(length, rows)))
+        blocks = list(form.scalar_rows(Scalar(query, key, decay, scale), reading, writing, blocks=parts(length, rows)))
         expected = scalar_map(
-            query,
-            key,
-            decay,
-            scale,
+            Scalar(query, key, decay, scale),
             one if reading is None else reading.expand_as(one),
             {lag: tap.expand_as(one) for lag, tap in (writing or {0: one}).items()},
         )
@@ -69,15 +67,15 @@ def test_the_map_written_at_once_equals_its_definition(
     decay = -torch.rand(BATCH, length, HEADS, dtype=torch.float64).pow(6) * 800
     scale = torch.rand_like(decay)
     one = torch.ones_like(decay)
-    expected = scalar_map(query, key, decay, scale, one, {0: one})
-    assert relative_error(tiled.scalar_map(query, key, decay, scale), expected) < 1e-13
+    expected = scalar_map(Scalar(query, key, decay, scale), one, {0: one})
+    assert relative_error(tiled.scalar_map(Scalar(query, key, decay, scale)), expected) < 1e-13
 
 
 def test_the_map_written_at_once_holds_little_beside_it() -> None:
     def beside(length: int) -> int:
         query, key = (torch.randn(1, length, 1, 16) for _ in range(2))
         decay, scale = -torch.rand(1, length, 4), torch.rand(1, length, 4)
-        return peak_of(lambda: tiled.scalar_map(query, key, decay, scale)).peak - 4 * length**2
+        return peak_of(lambda: tiled.scalar_map(Scalar(query, key, decay, scale))).peak - 4 * length**2
 
     assert beside(4096) < 2.3 * beside(2048)
     # Without a square of 4096 rows for those after the first 2048.
@@ -95,7 +93,7 @@ def test_the_documented_memory_is_that_of_a_call(channels: int) -> None:
     documented = 4 * tiled.held_elements(rows, (1, length, heads, state), channels)
 
     def run() -> None:
-        for _ in tiled.scalar_rows(query, key, decay, scale, *weights, blocks=parts(length, rows)):
+        for _ in tiled.scalar_rows(Scalar(query, key, decay, scale), *weights, blocks=parts(length, rows)):
             pass
 
     counted = peak_of(run).peak

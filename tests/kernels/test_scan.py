@@ -6,9 +6,10 @@ from torch import Tensor
 
 from unilinattn.kernels.groups import repeat_groups
 from unilinattn.kernels.scan import tiled
+from unilinattn.kernels.scan.memories import Diagonal, Scalar
 from unilinattn.kernels.scan.naive import decay_map, decay_scan
 from unilinattn.kernels.scan.pairs import between
-from unilinattn.kernels.scan.tiled import CHUNK, recur, scalar_scan, scalar_scan_adjoint
+from unilinattn.kernels.scan.tiled import CHUNK, recur
 from unilinattn.testing import relative_error, tolerance
 
 LENGTHS = (1, 3, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 2)
@@ -21,6 +22,14 @@ def factors(length: int, dtype: torch.dtype, groups: int = 2, heads: int = 4) ->
         "log_decay": -torch.rand(2, length, heads, dtype=dtype),
         "value": torch.randn(2, length, heads, 5, dtype=dtype),
     }
+
+
+def scalar_scan(query: Tensor, key: Tensor, log_decay: Tensor, value: Tensor) -> Tensor:
+    return tiled.scalar_scan(Scalar(query, key, log_decay, torch.ones_like(log_decay)), value)
+
+
+def scalar_scan_adjoint(query: Tensor, key: Tensor, log_decay: Tensor, grad: Tensor) -> Tensor:
+    return tiled.scalar_scan_adjoint(Scalar(query, key, log_decay, torch.ones_like(log_decay)), grad)
 
 
 def by_definition(query: Tensor, key: Tensor, log_decay: Tensor, value: Tensor) -> Tensor:
@@ -114,7 +123,7 @@ def test_recomputed_states_give_the_same_gradients(length: int, passed: str, mon
 
     def gradients() -> list[Tensor]:
         *factors, vectors = inputs
-        total = (getattr(tiled, passed)(*factors, None, vectors) * weights).sum()
+        total = (getattr(tiled, passed)(Diagonal(*factors), vectors) * weights).sum()
         return list(torch.autograd.grad(total, inputs))
 
     saved = gradients()
@@ -152,7 +161,7 @@ def test_the_diagonal_scan_is_the_recurrence_for_any_differentiated_factor(
     if alone is not None:
         inputs[alone].requires_grad_()
     expected = token_by_token(*inputs, back)
-    actual = (tiled.diagonal_scan_adjoint if back else tiled.diagonal_scan)(*inputs[:5], None, inputs[5])
+    actual = (tiled.diagonal_scan_adjoint if back else tiled.diagonal_scan)(Diagonal(*inputs[:5]), inputs[5])
     assert relative_error(actual.detach(), expected.detach()) < 1e-13
     if alone is not None:
         weights = torch.randn_like(expected)
@@ -169,7 +178,7 @@ def test_a_long_pass_saves_vectors_but_not_all_states_for_its_gradient(monkeypat
         value = torch.randn(1, length, 4, 1, requires_grad=True)
         factors = torch.randn(1, length, 1, 16), torch.randn(1, length, 1, 16), -torch.rand(1, length, 4, 16)
         with torch.autograd.graph.saved_tensors_hooks(lambda t, n=numbers: n.append(t.numel()) or t, lambda t: t):
-            tiled.diagonal_scan(*factors, None, None, None, value)
+            tiled.diagonal_scan(Diagonal(*factors), value)
         sizes.append(sum(numbers))
     # Its inputs and one state per group; saving all states would take twice as much in addition.
     assert sizes[1] <= 1.1 * sum(t.numel() for t in (value, *factors))

@@ -73,7 +73,9 @@ def test_a_map_of_small_numbers_is_accurate(size: float) -> None:
     def of(tokens: slice, heads: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return query[:, tokens, heads], key[:, tokens, heads], decay[:, tokens, heads]
 
-    actual = torch.cat([block for _, block in tiled.reduced_rows(of, (1, 40, 3, 2), blocks=parts(40, 24))], dim=1)
+    actual = torch.cat(
+        [block for _, block in tiled.reduced_rows(tiled.HeadMap(of, (1, 40, 3, 2)), parts(40, 24))], dim=1
+    )
     tiny, error = torch.finfo(torch.float32).tiny, (actual.double() - expected).abs()
     # In each of the six products one factor may be flushed, whose query is at most 1.5.
     assert (error <= 1e-6 * expected + 6 * 1.5 * tiny).all()

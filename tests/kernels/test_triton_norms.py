@@ -10,7 +10,7 @@ import unilinattn as ula
 from unilinattn.kernels.backend import using
 from unilinattn.kernels.contribution_norms import naive
 from unilinattn.kernels.contribution_norms import triton as form
-from unilinattn.kernels.contribution_norms.naive import Order
+from unilinattn.kernels.contribution_norms.naive import Order, Products
 from unilinattn.testing import relative_error
 from unilinattn.testing.hosts import host
 from unilinattn.testing.peak import peak_of
@@ -29,8 +29,8 @@ def reference(order: Order, rows: int, outs: int, sequences: int = 2) -> Tensor 
 def check(
     vectors: Tensor, weight: Tensor, order: Order, y: Tensor | None, bound: float = 1e-5, **options: Any
 ) -> float:
-    actual = form.norms(vectors, weight, order=order, reference=y, **options)
-    error = relative_error(actual, naive.norms(vectors, weight, order=order, reference=y))
+    actual = form.norms(Products(vectors, weight), order=order, reference=y, **options)
+    error = relative_error(actual, naive.norms(Products(vectors, weight), order=order, reference=y))
     assert error < bound
     return error
 
@@ -71,8 +71,8 @@ def test_allocations_agree_with_the_documented_ones(outs: int, order: Order) -> 
     vectors, weight = torch.randn(2, 35, 9, 17), torch.randn(1, outs, 35)
     documented = 4 * form.held_elements(vectors.shape, outs)
     # On a GPU the first call times block sizes.
-    form.norms(vectors, weight, order=order)
-    counted = peak_of(lambda: form.norms(vectors, weight, order=order)).peak
+    form.norms(Products(vectors, weight), order=order)
+    counted = peak_of(lambda: form.norms(Products(vectors, weight), order=order)).peak
     # The scalar NaN of `poisoned` is one more element.
     assert documented / 2 <= counted <= documented + 4
 
@@ -80,8 +80,8 @@ def test_allocations_agree_with_the_documented_ones(outs: int, order: Order) -> 
 def test_the_norms_of_alti_are_two_orders() -> None:
     vectors, weight, y = torch.randn(2, 5, 9, 7), torch.randn(1, 12, 5), torch.randn(2, 9, 12)
     formed = (weight @ vectors.flatten(2)).unflatten(2, (9, 7))
-    for actual in (form.alti_norms(vectors, weight, y), form.alti_norms(formed, None, y)):
-        for one, other in zip(actual, naive.alti_norms(vectors, weight, y), strict=True):
+    for actual in (form.alti_norms(Products(vectors, weight), y), form.alti_norms(Products(formed, None), y)):
+        for one, other in zip(actual, naive.alti_norms(Products(vectors, weight), y), strict=True):
             assert relative_error(one, other) < 1e-5
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from unilinattn.kernels.reduced_map import triton as form
 from unilinattn.kernels.reduced_map.naive import reduced_map
+from unilinattn.kernels.reduced_map.tiled import HeadMap
 from unilinattn.kernels.reduced_map.triton_kernels import far_tiles
 from unilinattn.memory import parts
 from unilinattn.testing import relative_error
@@ -44,7 +45,7 @@ def compared(length: int, rows: int, weights: tuple, precision: str = "ieee", gi
     left, taps = weights
     blocks = list(
         form.reduced_rows(
-            of, (BATCH, length, HEADS, STATE), left, taps, blocks=parts(length, rows), precision=precision
+            HeadMap(of, (BATCH, length, HEADS, STATE), left, taps), parts(length, rows), precision=precision
         )
     )
     assert [part.start for part, _ in blocks] == list(range(0, length, rows))

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from unilinattn.kernels.reduced_map import triton as reduced
+from unilinattn.kernels.reduced_map.tiled import HeadMap
 from unilinattn.kernels.reduced_map.triton_kernels import far_tiles
 from unilinattn.kernels.row_product import naive, tiled
 from unilinattn.kernels.row_product import triton as form
@@ -46,11 +47,11 @@ def test_the_map_equals_its_definition(module, length: int, sign: str) -> None:
     one = torch.ones(BATCH, length, HEADS, dtype=dtype)
     shape = (BATCH, length, HEADS, STATE)
     # With weights and taps in blocks of 50 rows; without them in default blocks.
-    actual = module.row_product(of, shape, row, weight, left, taps, sign=sign, rows=50)
+    actual = module.row_product(HeadMap(of, shape, left, taps), row, weight, sign=sign, rows=50)
     every = {lag: tap.expand_as(one) for lag, tap in taps.items()}
     assert relative_error(actual, naive.row_product(*factors, left, every, row, weight, sign)) < bound
     if sign != "keep":
-        actual = module.row_product(of, shape, row, sign=sign)
+        actual = module.row_product(HeadMap(of, shape), row, sign=sign)
         assert (
             relative_error(actual, naive.row_product(*factors, one, {0: one}, row, torch.ones_like(row), sign)) < bound
         )
@@ -61,5 +62,5 @@ def test_rows_and_weights_may_be_strided() -> None:
     row = torch.randn(100, BATCH).T
     weight = torch.randn(BATCH, 1).expand(-1, 100)
     one = torch.ones(BATCH, 100, HEADS)
-    actual = form.row_product(of, (BATCH, 100, HEADS, STATE), row, weight, left, sign="abs")
+    actual = form.row_product(HeadMap(of, (BATCH, 100, HEADS, STATE), left), row, weight, sign="abs")
     assert relative_error(actual, naive.row_product(*factors, left, {0: one}, row, weight, "abs")) < 1e-5

@@ -7,6 +7,7 @@ from torch import Tensor
 from unilinattn.kernels.backend import using
 from unilinattn.kernels.scan import tiled, triton_diagonal_pass, triton_launch
 from unilinattn.kernels.scan import triton as form
+from unilinattn.kernels.scan.memories import Diagonal, Scalar
 from unilinattn.mixers.diagonal_decay import DiagonalDecay
 from unilinattn.mixers.scalar_decay import ScalarDecay
 from unilinattn.testing import relative_error
@@ -53,6 +54,13 @@ def scalar(length: int, columns: int = 5, states: int = 3) -> dict[str, Tensor |
     }
 
 
+def called(module: object, name: str, inputs: dict[str, Tensor | None], **options: str) -> Tensor:
+    *factors, value = inputs.values()
+    if name.startswith("diagonal"):
+        return getattr(module, name)(Diagonal(*factors), value, **options)
+    return getattr(module, name)(Scalar(*factors, torch.ones_like(factors[2])), value, **options)
+
+
 def compared(name: str, inputs: dict[str, Tensor | None], bound: float = 1e-5) -> None:
     """Compare value and gradients with the torch implementation in float64, which other tests check."""
     names = [key for key, t in inputs.items() if t is not None and t.is_floating_point()]
@@ -60,7 +68,7 @@ def compared(name: str, inputs: dict[str, Tensor | None], bound: float = 1e-5) -
 
     def run(module: object, dtype: torch.dtype) -> list[Tensor]:
         cast = {key: t.detach().to(dtype).requires_grad_() if key in names else t for key, t in inputs.items()}
-        out = getattr(module, name)(*cast.values())
+        out = called(module, name, cast)
         grads = torch.autograd.grad(
             (out * weight.to(dtype)).sum(), [cast[key] for key in names], allow_unused=True, materialize_grads=True
         )
@@ -101,13 +109,15 @@ def test_factors_may_be_strided_and_shared() -> None:
     inputs["value"] = torch.randn(2, 40, 1, 1).expand(-1, -1, 4, 3)
     inputs["log_decay"] = inputs["log_decay"].transpose(1, 3).contiguous().transpose(1, 3)
     with torch.no_grad():
-        wide = [t.double() if t is not None else None for t in inputs.values()]
-        assert relative_error(form.diagonal_scan(*inputs.values()), tiled.diagonal_scan(*wide)) < 1e-5
+        wide = {name: t.double() if t is not None else None for name, t in inputs.items()}
+        actual, expected = (called(module, "diagonal_scan", given) for module, given in ((form, inputs), (tiled, wide)))
+        assert relative_error(actual, expected) < 1e-5
     inputs = scalar(40)
     inputs["value"] = torch.randn(2, 5, 40, 1).permute(0, 2, 3, 1).expand(-1, -1, 4, -1)
     with torch.no_grad():
-        wide = [t.double() for t in inputs.values()]
-        assert relative_error(form.scalar_scan(*inputs.values()), tiled.scalar_scan(*wide)) < 1e-5
+        wide = {name: t.double() for name, t in inputs.items()}
+        actual, expected = (called(module, "scalar_scan", given) for module, given in ((form, inputs), (tiled, wide)))
+        assert relative_error(actual, expected) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["scalar_scan", "scalar_scan_adjoint"])
@@ -133,9 +143,9 @@ def test_tokens_after_a_strong_decay_are_accurate(decay: float) -> None:
 
 def test_a_low_precision_product_rounds_only_its_inputs() -> None:
     inputs = scalar(63)
-    wide = tiled.scalar_scan(*(t.double() for t in inputs.values()))
+    wide = called(tiled, "scalar_scan", {name: t.double() for name, t in inputs.items()})
     # Two products in a row; Triton's interpreter truncates the inputs of each to bfloat16, by up to 2^-7.
-    assert 1e-4 < relative_error(form.scalar_scan(*inputs.values(), precision="bf16"), wide) < 2 * 2 * 2**-7
+    assert 1e-4 < relative_error(called(form, "scalar_scan", inputs, precision="bf16"), wide) < 2 * 2 * 2**-7
 
 
 def test_mixers_use_the_kernels() -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 from tests.hosts import every, every_host, named
 from unilinattn.errors import UncoveredError
 from unilinattn.kernels.contribution_norms import naive
-from unilinattn.kernels.contribution_norms.naive import Order
+from unilinattn.kernels.contribution_norms.naive import Order, Products
 from unilinattn.memory import max_memory
 from unilinattn.mixers import DeltaRule, Dense, diagonal_decay
 from unilinattn.operator.operator import MixerOperator
@@ -63,7 +63,7 @@ def check_norms(form: PairwiseContributions, expected: Tensor, close: float) -> 
             at = None if reference is None else reference[:, tile.rows]
             actual[:, tile.rows, tile.cols] = tile.norms(order, extra=extra[:, tile.rows], reference=at)
         each = whole.permute(0, 3, 1, 2)
-        assert relative_error(actual, naive.norms(each, None, order=order, reference=reference)) <= close
+        assert relative_error(actual, naive.norms(Products(each, None), order=order, reference=reference)) <= close
 
 
 @every_host(every(), usual=("bert",), turn=0)

@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional
 
+from unilinattn.architectures.fla_scans import fla_memory
 from unilinattn.mixers import Dense
 from unilinattn.rules.mixing_functions import register_mixing_function
 
@@ -182,11 +183,9 @@ def log_linear(q: Tensor, k: Tensor, g: Tensor, level_scales: Tensor, scale: flo
     return Dense(weights.tril())
 
 
-@register_mixing_function(
+@fla_memory(
     "fla.ops.momentum_delta_rule.chunk_momentum_delta_rule",
     "fla.ops.momentum_delta_rule.fused_recurrent_momentum_delta_rule",
-    carried="v",
-    extra_outputs=1,
 )
 def momentum_delta_rule(
     q: Tensor,
@@ -196,14 +195,10 @@ def momentum_delta_rule(
     p: Tensor | None = None,
     beta: Tensor | None = None,
     eta: Tensor | None = None,
-    scale: float | None = None,
-    use_qk_l2norm_in_kernel: bool = True,
     use_p_times_alpha: bool = True,
 ) -> Dense:
     """A delta rule whose updates have momentum: M = mu M - eta k (v - S^T p)^T, S = alpha S - beta M."""
     p = k if p is None else p
-    if use_qk_l2norm_in_kernel:
-        q, k, p = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k, p))
     ones = torch.ones_like(log_alpha)
     alpha, mu = log_alpha.exp(), log_mu.exp()
     beta, eta = (ones if x is None else x for x in (beta, eta))
@@ -216,7 +211,7 @@ def momentum_delta_rule(
         written = (eta[:, t, :, None] * k[:, t]).unsqueeze(-1) * missed.unsqueeze(-2)
         momentum = mu[:, t, :, None, None] * momentum - written
         memory = alpha[:, t, :, None, None] * memory - beta[:, t, :, None, None] * momentum
-        return ((q[:, t] * (q.shape[-1] ** -0.5 if scale is None else scale)).unsqueeze(-1) * memory).sum(-2)
+        return (q[:, t].unsqueeze(-1) * memory).sum(-2)
 
     return _impulses(step, q)
 

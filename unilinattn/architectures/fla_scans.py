@@ -1,19 +1,18 @@
 """Scans of flash-linear-attention by name: decayed memories, slots, RWKV-6, and short convolutions."""
 
+from collections.abc import Callable
+from inspect import Parameter, Signature, signature
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from unilinattn.errors import UncoveredError
-from unilinattn.mixers import (
-    DiagonalDecay,
-    ExclusiveBonus,
-    ScalarDecay,
-    Toeplitz,
-)
+from unilinattn.mixers import DiagonalDecay, ExclusiveBonus, ScalarDecay, Toeplitz
 from unilinattn.operator.flow import Flow
 from unilinattn.operator.stages import Mix
-from unilinattn.rules.mixing_functions import register_mixing_function
+from unilinattn.rules.mixing_functions import StagesOf, register_mixing_function
 
 
 @register_mixing_function(
@@ -39,83 +38,123 @@ def token_shift(flow: Flow, output_cache: bool = False) -> Flow:
     return flow.stage(Mix("shift", Toeplitz(kernel, batch=value.shape[0], length=value.shape[1])))
 
 
-@register_mixing_function(
+OPTIONS = (
+    "reverse",
+    "use_qk_l2norm_in_kernel",
+    "scale",
+    "use_gate_in_kernel",
+    "A_log",
+    "dt_bias",
+    "lower_bound",
+    "use_beta_sigmoid_in_kernel",
+    "allow_neg_eigval",
+)
+"""Arguments of the package that change queries, keys, log-decays and strengths before a memory reads them."""
+
+
+def fla_memory(*functions: str, extra_outputs: Any = 1, **registered: Any) -> Callable[[StagesOf], StagesOf]:
+    """Register functions by `register_mixing_function` with stages that get the factors after `OPTIONS` apply."""
+
+    def decorate(stages: StagesOf) -> StagesOf:
+        def with_options(**arguments: Any) -> Any:
+            return stages(**_after_options(arguments))
+
+        options = [Parameter(name, Parameter.KEYWORD_ONLY) for name in OPTIONS]
+        parameters = [*signature(stages).parameters.values(), *options]
+        with_options.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+        register_mixing_function(*functions, carried="v", extra_outputs=extra_outputs, **registered)(with_options)
+        return stages
+
+    return decorate
+
+
+def _after_options(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the factors that a memory reads, without `OPTIONS`; raise `UncoveredError` for a scan backward in time."""
+    factors = {name: value for name, value in arguments.items() if name not in OPTIONS}
+    query, gate, strength = "q" if "q" in factors else "r", factors.get("g"), factors.get("beta")
+    if arguments.get("reverse"):
+        raise UncoveredError("it runs backward in time")
+    if arguments.get("use_qk_l2norm_in_kernel"):
+        factors |= {name: unit(factors[name]) for name in ("q", "k", "p") if factors.get(name) is not None}
+    if "scale" in arguments:
+        factors[query] = scaled(factors[query], arguments["scale"])
+    if gate is not None and arguments.get("use_gate_in_kernel"):
+        factors["g"] = _log_decay(gate, *(arguments.get(name) for name in ("A_log", "dt_bias", "lower_bound")))
+    if strength is not None and arguments.get("use_beta_sigmoid_in_kernel"):
+        factors["beta"] = torch.sigmoid(strength)
+    if strength is not None and arguments.get("allow_neg_eigval"):
+        factors["beta"] = 2 * factors["beta"]
+    return factors
+
+
+def _log_decay(g: Tensor, rate: Tensor | None, bias: Tensor | None, bound: float | None) -> Tensor:
+    """Return the log-decay: minus a softplus, or with a lower bound the bound times a sigmoid."""
+    if g.ndim == 3:
+        return _log_decay(g.unsqueeze(-1), rate, bias, bound).squeeze(-1)
+    size = g.shape[-2]
+    step = g if bias is None else g + bias.view(size, -1)
+    factor = 1.0 if rate is None else rate.view(size, 1).to(g).exp()
+    return -factor * functional.softplus(step) if bound is None else bound * torch.sigmoid(factor * step)
+
+
+def scaled(query: Tensor, scale: float | None) -> Tensor:
+    """Return queries times the scale, by default one over the root of their size."""
+    return query * (query.shape[-1] ** -0.5 if scale is None else scale)
+
+
+def unit(x: Tensor) -> Tensor:
+    """Return unit vectors, with the epsilon of the kernels."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
+@fla_memory(
     "fla.ops.gla.chunk_gla",
     "fla.ops.gla.fused_chunk_gla",
     "fla.ops.gla.fused_recurrent_gla",
-    carried="v",
-    extra_outputs=1,
     refused=("initial_state", "gv"),
 )
-def gla(
-    q: Tensor,
-    k: Tensor,
-    g: Tensor | None = None,
-    gk: Tensor | None = None,
-    scale: float | None = None,
-    reverse: bool = False,
-) -> DiagonalDecay:
+def gla(q: Tensor, k: Tensor, g: Tensor | None = None, gk: Tensor | None = None) -> DiagonalDecay:
     """Gated linear attention: one decay per key coordinate (Yang et al., ICML 2024)."""
-    forward_only(reverse)
     decay = g if gk is None else gk
     assert decay is not None
-    return DiagonalDecay(scaled(q, scale), k, decay)
+    return DiagonalDecay(q, k, decay)
 
 
-@register_mixing_function(
+@fla_memory(
     "fla.ops.simple_gla.chunk_simple_gla",
     "fla.ops.simple_gla.fused_chunk_simple_gla",
     "fla.ops.simple_gla.fused_recurrent_simple_gla",
     "fla.ops.lightning_attn.chunk_lightning_attn",
-    carried="v",
-    extra_outputs=1,
 )
-def simple_gla(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None = None,
-    g_gamma: Tensor | None = None,
-    scale: float | None = None,
-    reverse: bool = False,
-) -> ScalarDecay:
+def simple_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, g_gamma: Tensor | None = None) -> ScalarDecay:
     """Linear attention with one decay per head, which may be the same for every token."""
-    forward_only(reverse)
     decay = v.new_zeros(v.shape[:3]) if g is None else g
     decay = decay if g_gamma is None else decay + g_gamma.to(decay)
-    return ScalarDecay(scaled(q, scale), k, decay)
+    return ScalarDecay(q, k, decay)
 
 
-@register_mixing_function(
+@fla_memory(
     "fla.ops.retention.chunk_retention",
     "fla.ops.retention.fused_chunk_retention",
     "fla.ops.retention.fused_recurrent_retention",
     "fla.ops.retention.parallel_retention",
-    carried="v",
-    extra_outputs=1,
 )
-def retention(q: Tensor, k: Tensor, scale: float | None = None, reverse: bool = False) -> ScalarDecay:
+def retention(q: Tensor, k: Tensor) -> ScalarDecay:
     """Retention: the decays 1 - 2^(-5 - h) are the same for every token (Sun et al., 2023)."""
-    forward_only(reverse)
     # The package computes them in float32 for tensors in bfloat16.
     exponent = torch.arange(q.shape[2], device=q.device, dtype=torch.promote_types(q.dtype, torch.float32))
     decay = (1 - 2.0 ** (-5.0 - exponent)).log().to(q).expand(q.shape[:3])
-    return ScalarDecay(scaled(q, scale), k, decay)
+    return ScalarDecay(q, k, decay)
 
 
-@register_mixing_function(
+@fla_memory(
     "fla.ops.linear_attn.chunk_linear_attn",
     "fla.ops.linear_attn.fused_chunk_linear_attn",
     "fla.ops.linear_attn.fused_recurrent_linear_attn",
-    carried="v",
     extra_outputs=((None, None),),
 )
-def linear_attention(
-    q: Tensor, k: Tensor, scale: float | None = None, normalize: bool = True, reverse: bool = False
-) -> ScalarDecay:
+def linear_attention(q: Tensor, k: Tensor, normalize: bool = True) -> ScalarDecay:
     """Linear attention without decay, with a frozen normaliser (Katharopoulos et al., ICML 2020)."""
-    forward_only(reverse)
-    q = scaled(q, scale)
     if normalize:
         q = q / ((q * k.cumsum(1)).sum(-1, keepdim=True) + 1e-10)
     return ScalarDecay(q, k, torch.zeros_like(q[..., 0]))
@@ -128,67 +167,47 @@ def hgrn(g: Tensor) -> DiagonalDecay:
     return DiagonalDecay(ones, ones, g.unsqueeze(-1))
 
 
-@register_mixing_function("fla.ops.gsa.chunk_gsa", "fla.ops.gsa.fused_recurrent_gsa", carried="v", extra_outputs=1)
-def gsa(
-    q: Tensor, k: Tensor, s: Tensor, g: Tensor | None = None, scale: float | None = None, reverse: bool = False
-) -> DiagonalDecay:
+@fla_memory("fla.ops.gsa.chunk_gsa", "fla.ops.gsa.fused_recurrent_gsa")
+def gsa(q: Tensor, k: Tensor, s: Tensor, g: Tensor | None = None) -> DiagonalDecay:
     """Gated slots: a frozen softmax over slots between two gated passes (Zhang et al., NeurIPS 2024)."""
-    forward_only(reverse)
     if g is None:
         s, g = _cumulative(s)
     groups = q.shape[2] // s.shape[2]
     key, slots, decay = (x.repeat_interleave(groups, 2) for x in (k, s, g))
     # Each slot is a head of the first pass, with one channel.
-    read = ScalarDecay(scaled(q, scale), key, decay.flatten(2)).apply(slots.flatten(2).unsqueeze(-1))
+    read = ScalarDecay(q, key, decay.flatten(2)).apply(slots.flatten(2).unsqueeze(-1))
     return DiagonalDecay(read.reshape_as(slots).softmax(-1), slots, decay)
 
 
-@register_mixing_function(
+@fla_memory(
     "fla.ops.lightnet.chunk_lightnet",
     "fla.ops.lightnet.fused_recurrent_lightnet",
-    carried="v",
     extra_outputs=((None, None),),
 )
-def lightnet(q: Tensor, k: Tensor, scale: float | None = None, mask: Tensor | None = None) -> DiagonalDecay:
+def lightnet(q: Tensor, k: Tensor, mask: Tensor | None = None) -> DiagonalDecay:
     """Keys that are a running softmax over time, one per coordinate (Qin et al., 2024)."""
     key, decay = _cumulative(k, mask)
-    return DiagonalDecay(scaled(q, scale), key, decay)
+    return DiagonalDecay(q, key, decay)
 
 
-@register_mixing_function(
-    "fla.ops.rwkv6.chunk_rwkv6", "fla.ops.rwkv6.fused_recurrent_rwkv6", carried="v", extra_outputs=1
-)
-def rwkv6(
-    r: Tensor, k: Tensor, w: Tensor, u: Tensor, scale: float | None = None, reverse: bool = False
-) -> ExclusiveBonus:
+@fla_memory("fla.ops.rwkv6.chunk_rwkv6", "fla.ops.rwkv6.fused_recurrent_rwkv6")
+def rwkv6(r: Tensor, k: Tensor, w: Tensor, u: Tensor) -> ExclusiveBonus:
     """RWKV-6: a decayed memory that is read before each write, and a bonus (Peng et al., 2024)."""
-    forward_only(reverse)
-    return ExclusiveBonus(scaled(r, scale), k, w, u)
+    return ExclusiveBonus(r, k, w, u)
 
 
-@register_mixing_function("fla.ops.abc.chunk_abc", "fla.ops.abc.chunk.chunk_abc", carried="v", extra_outputs=1)
+@fla_memory("fla.ops.abc.chunk_abc", "fla.ops.abc.chunk.chunk_abc")
 def abc(q: Tensor, k: Tensor, s: Tensor) -> DiagonalDecay:
     """Slots that keys and values are written to with a running softmax over time (Peng et al., ACL 2022)."""
-    return gsa(q, k, s)
+    return gsa(scaled(q, None), k, s)
 
 
-@register_mixing_function(
-    "fla.ops.mesa_net.chunk_mesa_net", carried="v", extra_outputs=2, refused=("h_kk_init", "h_kv_init")
-)
-def mesa_net(
-    q: Tensor,
-    k: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    lamb: Tensor,
-    max_CG_iteration: int = 30,
-    use_qk_l2norm_in_kernel: bool = False,
-) -> ScalarDecay:
+@fla_memory("fla.ops.mesa_net.chunk_mesa_net", extra_outputs=2, refused=("h_kk_init", "h_kv_init"))
+def mesa_net(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, lamb: Tensor, max_CG_iteration: int = 30) -> ScalarDecay:
     """Linear attention whose queries are divided by the memory of the keys, in steps of conjugate gradients.
 
     von Oswald et al., 2025. The solution is frozen.
     """
-    q, k = units(q, k, use_qk_l2norm_in_kernel)
     written, ones = k * beta.unsqueeze(-1), torch.ones_like(k[..., :1])
     outer = (written.unsqueeze(-1) * k.unsqueeze(-2)).flatten(3)
     memory = ScalarDecay(ones, ones, g).apply(outer).unflatten(3, (k.shape[-1], -1))
@@ -258,24 +277,3 @@ def _cumulative(logits: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Ten
     total = logits.logcumsumexp(1).masked_fill(~begun, 0)
     fading = (total[:, :-1] - total[:, 1:]).masked_fill(~begun[:, :-1], 0)
     return (logits - total).exp(), torch.cat([torch.zeros_like(total[:, :1]), fading], dim=1)
-
-
-def scaled(query: Tensor, scale: float | None) -> Tensor:
-    """Return queries times the scale, by default one over the root of their size."""
-    return query * (query.shape[-1] ** -0.5 if scale is None else scale)
-
-
-def units(q: Tensor, k: Tensor, normed: bool) -> tuple[Tensor, Tensor]:
-    """Return unit queries and keys if they are `normed` by the kernel."""
-    return (unit(q), unit(k)) if normed else (q, k)
-
-
-def unit(x: Tensor) -> Tensor:
-    """Return unit vectors, with the epsilon of the kernels."""
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
-
-
-def forward_only(reverse: bool) -> None:
-    """Raise `UncoveredError` for a scan backward in time."""
-    if reverse:
-        raise UncoveredError("it runs backward in time")

@@ -35,6 +35,13 @@ def causal_conv1d(flow: Flow, weight: Tensor, bias: Tensor | None = None, activa
 
 
 @register_mixing_function(
+    f"{HUGGING_FACE}.mamba_selective_scan",
+    carried="hidden_states",
+    tokens=-1,
+    extra_outputs="return_last_state",
+    refused=UNCOVERED,
+)
+@register_mixing_function(
     f"{SELECTIVE}.selective_scan_fn",
     f"{SELECTIVE}.selective_scan_ref",
     carried="u",
@@ -43,41 +50,23 @@ def causal_conv1d(flow: Flow, weight: Tensor, bias: Tensor | None = None, activa
 )
 def selective_scan(
     flow: Flow,
-    delta: Tensor,
     A: Tensor,
     B: Tensor,
     C: Tensor,
     D: Tensor | None = None,
     z: Tensor | None = None,
+    delta: Tensor | None = None,
+    dt: Tensor | None = None,
     delta_bias: Tensor | None = None,
     delta_softplus: bool = False,
 ) -> Flow:
     """S6: one decay per channel and state coordinate, the skip, and the gate (HMA ACL Eq. 6-9)."""
+    # transformers names the steps `dt`.
+    delta = dt if delta is None else delta
+    assert delta is not None
     delta = delta if delta_bias is None else delta + delta_bias.to(delta).unsqueeze(-1)
     step = (functional.softplus(delta) if delta_softplus else delta).transpose(1, 2)
     return s6(flow, step, _by_group(B, step), _by_group(C, step), A, D, z)
-
-
-@register_mixing_function(
-    f"{HUGGING_FACE}.mamba_selective_scan",
-    carried="hidden_states",
-    tokens=-1,
-    extra_outputs="return_last_state",
-    refused=UNCOVERED,
-)
-def hugging_face_selective_scan(
-    flow: Flow,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    delta_softplus: bool = False,
-) -> Flow:
-    """The same by transformers' names."""
-    return selective_scan(flow, dt, A, B, C, D, z, delta_bias, delta_softplus)
 
 
 def s6(
@@ -140,6 +129,12 @@ def mamba_inner(
 
 
 @register_mixing_function(
+    f"{HUGGING_FACE}.mamba2_chunk_scan",
+    carried="hidden_states",
+    extra_outputs="return_final_states",
+    refused=UNCOVERED,
+)
+@register_mixing_function(
     f"{COMBINED}.mamba_chunk_scan_combined", carried="x", extra_outputs="return_final_states", refused=UNCOVERED
 )
 @register_mixing_function(
@@ -168,27 +163,6 @@ def chunk_scan(
     skip = None if D is None else D.to(step).flatten()
     flow.core(ScalarDecay(C, B, A.to(step) * step, key_scale=step), skip=skip)
     return flow if z is None else flow.gate(silu(z.flatten(2)))
-
-
-@register_mixing_function(
-    f"{HUGGING_FACE}.mamba2_chunk_scan",
-    carried="hidden_states",
-    extra_outputs="return_final_states",
-    refused=UNCOVERED,
-)
-def hugging_face_chunk_scan(
-    flow: Flow,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: Limits = (0.0, float("inf")),
-) -> Flow:
-    """The same by transformers' names."""
-    return chunk_scan(flow, dt, A, B, C, D, None, dt_bias, dt_softplus, dt_limit)
 
 
 @register_mixing_function(

@@ -183,7 +183,7 @@ def _package(module: nn.Module) -> str:
 
 def package_version(module: nn.Module) -> str:
     """Return "package version" of the package that a module's class comes from."""
-    package = type(module).__module__.split(".")[0]
+    package = _package(module)
     return f"{package} {getattr(sys.modules.get(package), '__version__', 'of unknown version')}"
 
 

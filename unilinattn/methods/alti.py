@@ -5,6 +5,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from unilinattn.kernels.backend import implementation
+from unilinattn.kernels.contribution_norms.naive import Products
 from unilinattn.options import Alti
 from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
@@ -152,7 +153,7 @@ def _nearness(
     """Return how much closer vectors bring the rows to their outputs, at least 0."""
     columns = vectors.permute(0, 3, 2, 1)
     norms = implementation("contribution_norms", columns).norms
-    return norms(columns, None, order="alti", reference=reference).transpose(1, 2).clamp_min(0)
+    return norms(Products(columns, None), order="alti", reference=reference).transpose(1, 2).clamp_min(0)
 
 
 def normalized_with(

@@ -81,6 +81,17 @@ class CoreMixer(ABC):
     def tile(self, rows: slice = ALL, cols: slice = ALL, heads: slice = ALL) -> Float[Tensor, "batch head row col"]:
         """Return a block of the matrix."""
 
+    def _block(
+        self, rows: slice, cols: slice, heads: slice, fill: Callable[[slice, slice], Tensor]
+    ) -> Float[Tensor, "batch head row col"]:
+        """Return `tile` from `fill`, which returns a block of consecutive rows and columns of the heads."""
+        batch, total, queries, keys = self.shape
+        row, col = range(queries)[rows], range(keys)[cols]
+        if not row or not col:
+            return self.zeros((batch, len(range(total)[heads]), len(row), len(col)))
+        block = fill(slice(row[0], row[-1] + 1), slice(col[0], col[-1] + 1))
+        return block[:, :, :: row.step, :: col.step]
+
     @abstractmethod
     def diagonal(self) -> Float[Tensor, "batch head length"]:
         """Return alpha_ii in linear time."""

@@ -29,9 +29,9 @@ JOINED = 4
 class Chunked(CoreMixer):
     """A causal memory that is linear in its values.
 
-    A subclass defines `chunk_factors`, `chunk`, `diagonal` and `shape`. `apply`, `adjoint` and `rows` take time linear
-    in length; `tile` takes time linear in the distance from its first column to its last row. Each holds the matrices
-    of `side_by_side` chunks at a time, also in the backward pass of a long sequence.
+    A subclass defines `chunk_factors`, `chunk` and `diagonal`. `apply`, `adjoint` and `rows` take time linear in
+    length; `tile` takes time linear in the distance from its first column to its last row. Each holds the matrices of
+    `side_by_side` chunks at a time, also in the backward pass of a long sequence.
     """
 
     causal = True
@@ -56,6 +56,12 @@ class Chunked(CoreMixer):
 
         The batch of the factors may hold several chunks of each sequence.
         """
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(batch, heads, length, length), as the last of `chunk_factors` has one entry for each token and head."""
+        batch, length, heads = self.chunk_factors[-1].shape[:3]
+        return batch, heads, length, length
 
     def zeros(self, shape: tuple[int, ...]) -> Tensor:
         """Return zeros with the dtype and device of the matrix."""

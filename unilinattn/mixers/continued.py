@@ -13,14 +13,20 @@ from unilinattn.mixers.base import CoreMixer
 class Continued(CoreMixer):
     """A recurrence whose state (batch, state, head, channel) enters and leaves through tokens added at the ends.
 
-    The first added tokens write the state's coordinates, one each, and the last ones read them. A subclass defines
-    `with_ends` and `state_size`.
+    The first added tokens write the state's coordinates, one each, and the last ones read them. A subclass has a
+    `query` and defines `with_ends`.
     """
 
+    query: Inexact[Tensor, "batch length group state"]
+
     @property
-    @abstractmethod
     def state_size(self) -> int:
         """Number of coordinates of a head's state."""
+        return self.query.shape[-1]
+
+    def zeros(self, shape: tuple[int, ...]) -> Tensor:
+        """Return zeros with the dtype and device of the matrix."""
+        return self.query.new_zeros(shape)
 
     @abstractmethod
     def with_ends(self) -> CoreMixer:

@@ -46,12 +46,6 @@ class DeltaRule(Chunked):
         self.query, self.key, self.strength = query, key, strength
         self.log_decay = decay.unsqueeze(-1) if decay.ndim == 3 else decay
 
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """(batch, heads, length, length)."""
-        batch, length, heads = self.strength.shape
-        return batch, heads, length, length
-
     def chunk(self, factors: Sequence[Tensor], heads: slice = ALL) -> Chunk:
         """Solve for the corrected values of one chunk: u = X v - X_s S, X = diag(b) [I + stril Khat(k, k) diag(b)]^-1.
 

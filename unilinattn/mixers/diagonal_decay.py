@@ -10,10 +10,11 @@ from torch import Tensor
 from unilinattn.kernels.backend import implementation
 from unilinattn.kernels.groups import of_heads
 from unilinattn.kernels.reduced_map.dense import Taps, of_tokens
-from unilinattn.kernels.reduced_map.tiled import Buffers, square
+from unilinattn.kernels.reduced_map.tiled import Buffers, HeadMap, square
 from unilinattn.kernels.row_product.naive import Sign
+from unilinattn.kernels.scan.memories import Diagonal
 from unilinattn.kernels.scan.pairs import from_token, pairs
-from unilinattn.kernels.scan.tiled import STEPS, diagonal_factors
+from unilinattn.kernels.scan.tiled import STEPS
 from unilinattn.kernels.subnormal import decays, flushed_
 from unilinattn.memory import allowed, parts
 from unilinattn.mixers.base import ALL, Block, checked_factors, split_heads
@@ -67,8 +68,8 @@ class DiagonalDecay(Continued):
         self.key_scale, self.rate, self.reset = key_scale, rate, reset
 
     @property
-    def _factors(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        return self.query, self.key, self.log_decay, self.key_scale, self.rate, self.reset
+    def _memory(self) -> Diagonal:
+        return Diagonal(self.query, self.key, self.log_decay, self.key_scale, self.rate, self.reset)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -81,15 +82,15 @@ class DiagonalDecay(Continued):
 
         The log-decay is -inf where a segment begins.
         """
-        return diagonal_factors(*self._factors, tokens, heads)
+        return self._memory.at(tokens, heads)
 
     def apply(self, value: Float[Tensor, "batch key head channel"]) -> Float[Tensor, "batch query head channel"]:
         """Run the recurrence forward in time."""
-        return implementation("scan", self.log_decay).diagonal_scan(*self._factors, value)
+        return implementation("scan", self.log_decay).diagonal_scan(self._memory, value)
 
     def adjoint(self, grad: Float[Tensor, "batch query head channel"]) -> Float[Tensor, "batch key head channel"]:
         """Run the transposed recurrence backward in time, which writes with the queries and reads with the keys."""
-        return implementation("scan", self.log_decay).diagonal_scan_adjoint(*self._factors, grad)
+        return implementation("scan", self.log_decay).diagonal_scan_adjoint(self._memory, grad)
 
     def with_ends(self) -> "DiagonalDecay":
         """Return the mixer with tokens at the start that write the state, and at the end that read it."""
@@ -112,16 +113,16 @@ class DiagonalDecay(Continued):
 
     def tile(self, rows: slice = ALL, cols: slice = ALL, heads: slice = ALL) -> Float[Tensor, "batch head row col"]:
         """Return a block: columns before its first row by one product per head, the others by recursive halving."""
-        row, col = (range(self.shape[2])[axis] for axis in (rows, cols))
-        shape = self.shape[0], len(range(self.heads)[heads])
-        if not row or not col:
-            return self.zeros((*shape, len(row), len(col)))
-        hull = slice(row[0], row[-1] + 1), slice(col[0], col[-1] + 1)
-        block = self.zeros((*shape, row[-1] + 1 - row[0], col[-1] + 1 - col[0]))
-        at_once = self.heads_at_once(VECTORS * len(row) + len(col))
-        for nth, some_heads in enumerate(split_heads(heads, self.heads, at_once)):
-            self._fill(block[:, nth * at_once : (nth + 1) * at_once], *hull, some_heads)
-        return block[:, :, :: row.step, :: col.step]
+
+        def fill(rows: slice, cols: slice) -> Tensor:
+            row_count, col_count = rows.stop - rows.start, cols.stop - cols.start
+            block = self.zeros((self.shape[0], len(range(self.heads)[heads]), row_count, col_count))
+            at_once = self.heads_at_once(VECTORS * row_count + col_count)
+            for nth, some_heads in enumerate(split_heads(heads, self.heads, at_once)):
+                self._fill(block[:, nth * at_once : (nth + 1) * at_once], rows, cols, some_heads)
+            return block
+
+        return self._block(rows, cols, heads, fill)
 
     def weighted_blocks(self, rows: int, left: Tensor | None, taps: Taps) -> Iterator[tuple[slice, Block]]:
         """Yield the blocks of `CoreMixer.weighted_blocks`, by products if each head has one channel."""
@@ -182,12 +183,6 @@ class DiagonalDecay(Continued):
             total[..., first - cols.start : stop - cols.start] += near[..., first - origin : stop - origin]
         return total
 
-    def reduced_rows(
-        self, rows: int, left: Tensor | None = None, taps: Taps | None = None
-    ) -> Iterator[Float[Tensor, "batch row key"]]:
-        """Yield the map of `CoreMixer.reduced_rows`, from `reduced_parts`."""
-        return self.reduced_parts(parts(self.shape[2], rows), left, taps)
-
     def reduced_parts(
         self, blocks: Iterable[slice], left: Tensor | None = None, taps: Taps | None = None
     ) -> Iterator[Float[Tensor, "batch row key"]]:
@@ -196,7 +191,7 @@ class DiagonalDecay(Continued):
             yield from super().reduced_parts(blocks, left, taps)
             return
         kernel = implementation("reduced_map", self.log_decay).reduced_rows
-        for _, block in kernel(self.factors, self.scan_shape, left, taps, blocks=blocks):
+        for _, block in kernel(HeadMap(self.factors, self.scan_shape, left, taps), blocks):
             yield block
 
     def row_product(
@@ -212,13 +207,8 @@ class DiagonalDecay(Continued):
         if not self._is_per_head(left, taps):
             return super().row_product(row, weight, sign, rows, left, taps)
         kernel = implementation("row_product", self.log_decay).row_product
-        product: Tensor = kernel(self.factors, self.scan_shape, row, weight, left, taps, sign=sign, rows=rows)
+        product: Tensor = kernel(HeadMap(self.factors, self.scan_shape, left, taps), row, weight, sign=sign, rows=rows)
         return product
-
-    @property
-    def state_size(self) -> int:
-        """Number of coordinates of a head's state."""
-        return self.query.shape[-1]
 
     @property
     def product_elements(self) -> int:
@@ -272,10 +262,6 @@ class DiagonalDecay(Continued):
         """Return q_i . k_i."""
         query, key, _ = self.factors()
         return (query * key).sum(-1).transpose(1, 2).expand(-1, self.heads, -1)
-
-    def zeros(self, shape: tuple[int, ...]) -> Tensor:
-        """Return zeros with the dtype and device of the matrix."""
-        return self.query.new_zeros(shape)
 
 
 def _as_batch(factor: Float[Tensor, "batch token head *state"]) -> Float[Tensor, "batchhead token 1 *state"]:

@@ -40,12 +40,6 @@ class ExclusiveBonus(Chunked):
         query, key, log_decay, bonus = checked_factors(query=query, key=key, log_decay=log_decay, bonus=bonus)
         self.query, self.key, self.log_decay, self.bonus = query, key, log_decay, bonus
 
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """(batch, heads, length, length)."""
-        batch, length, heads, _ = self.log_decay.shape
-        return batch, heads, length, length
-
     def chunk(self, factors: Sequence[Tensor], heads: slice = ALL) -> Chunk:
         """Return the matrices of a plain decayed memory, read exclusively, with the bonus on the diagonal."""
         query, key, decay = (t[:, :, heads] for t in factors)

@@ -51,12 +51,6 @@ class LowRankUpdate(Chunked):
         self.query, self.key, self.a, self.b, self.bonus = query, key, a, b, bonus
         self.log_decay = log_decay.unsqueeze(-1) if log_decay.ndim == 3 else log_decay
 
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """(batch, heads, length, length)."""
-        batch, length, heads, _ = self.log_decay.shape
-        return batch, heads, length, length
-
     def chunk(self, factors: Sequence[Tensor], heads: slice = ALL) -> Chunk:
         """Solve for the state's products u with a in one chunk: u = X v + X_s S, [I - Khat-(a, b)] X = Khat-(a, k).
 

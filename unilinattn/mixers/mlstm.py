@@ -66,12 +66,6 @@ class MLSTM(Chunked):
         floor = torch.maximum(total.abs() * numerator, (low - m).exp())
         self._scale = (numerator / (floor + eps * low.exp())).to(query.dtype)
 
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """(batch, heads, length, length)."""
-        batch, length, heads = self.log_input.shape
-        return batch, heads, length, length
-
     def chunk(self, factors: Sequence[Tensor], heads: slice = ALL) -> Chunk:
         """Return the weights of one chunk relative to the running maxima, and the scale of each row."""
         query, key, forget, log_input, peak, scale, entering, ending = (t[:, :, heads] for t in factors)

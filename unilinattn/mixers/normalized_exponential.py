@@ -51,12 +51,6 @@ class NormalizedExponential(Chunked):
             self.boundaries.append(mass.unsqueeze(1))
         self._total = torch.cat(totals, dim=-1).transpose(1, 2)
 
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """(batch, heads, length, length)."""
-        batch, length, heads = self.key.shape
-        return batch, heads, length, length
-
     def chunk(self, factors: Sequence[Tensor], heads: slice = ALL) -> Chunk:
         """Return the normalised weights of one chunk; the state is divided by the running sum of weights."""
         key, total, entering, ending = (factor[:, :, heads] for factor in factors)

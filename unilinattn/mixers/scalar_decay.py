@@ -12,9 +12,8 @@ from unilinattn.kernels.backend import implementation, uses_triton
 from unilinattn.kernels.groups import repeat_groups
 from unilinattn.kernels.reduced_map.dense import Taps
 from unilinattn.kernels.scalar_map.tiled import scalar_map
-from unilinattn.kernels.scan.tiled import diagonal_factors
+from unilinattn.kernels.scan.memories import Diagonal, Scalar
 from unilinattn.kernels.subnormal import decays, flushed_
-from unilinattn.memory import parts
 from unilinattn.mixers.base import ALL, checked_factors
 from unilinattn.mixers.continued import Continued, extended
 from unilinattn.mixers.diagonal_decay import DiagonalDecay
@@ -54,6 +53,10 @@ class ScalarDecay(Continued):
         self.key_scale = torch.ones_like(log_decay) if key_scale is None else key_scale
 
     @property
+    def _memory(self) -> Scalar:
+        return Scalar(self.query, self.key, self.log_decay, self.key_scale)
+
+    @property
     def shape(self) -> tuple[int, int, int, int]:
         """(batch, heads, length, length)."""
         batch, length, heads = self.log_decay.shape
@@ -61,23 +64,15 @@ class ScalarDecay(Continued):
 
     def factors(self, tokens: slice = ALL, heads: slice = ALL) -> tuple[Tensor, Tensor, Tensor]:
         """Return query, scaled key and log-decay, broadcastable to (batch, token, head, state)."""
-        decay = self.log_decay.unsqueeze(-1)
-        return diagonal_factors(self.query, self.key, decay, self.key_scale, tokens=tokens, heads=heads)
+        return Diagonal(self.query, self.key, self.log_decay.unsqueeze(-1), self.key_scale).at(tokens, heads)
 
     def apply(self, value: Float[Tensor, "batch key head channel"]) -> Float[Tensor, "batch query head channel"]:
         """Run the chunked recurrence forward in time."""
-        scan = implementation("scan", self.log_decay).scalar_scan
-        return scan(self.query, self.key, self.log_decay, value * self.key_scale.unsqueeze(-1))
+        return implementation("scan", self.log_decay).scalar_scan(self._memory, value)
 
     def adjoint(self, grad: Float[Tensor, "batch query head channel"]) -> Float[Tensor, "batch key head channel"]:
         """Run the transposed recurrence backward in time."""
-        scan = implementation("scan", self.log_decay).scalar_scan_adjoint
-        return scan(self.query, self.key, self.log_decay, grad) * self.key_scale.unsqueeze(-1)
-
-    @property
-    def state_size(self) -> int:
-        """Number of coordinates of a head's state."""
-        return self.query.shape[-1]
+        return implementation("scan", self.log_decay).scalar_scan_adjoint(self._memory, grad)
 
     def with_ends(self) -> "ScalarDecay":
         """Return the mixer with tokens at the start that write the state, and at the end that read it."""
@@ -103,38 +98,29 @@ class ScalarDecay(Continued):
 
     def tile(self, rows: slice = ALL, cols: slice = ALL, heads: slice = ALL) -> Float[Tensor, "batch head row col"]:
         """Return a block: one product of queries and keys per group, times the decays of each head."""
-        row, col = (range(self.shape[2])[axis] for axis in (rows, cols))
-        if not row or not col:
-            return self.zeros((self.shape[0], len(range(self.heads)[heads]), len(row), len(col)))
-        hull = slice(row[0], row[-1] + 1), slice(col[0], col[-1] + 1)
-        block = self.decay_mixer.tile(*hull, heads)
-        group = torch.arange(self.heads, device=block.device)[heads] // (self.heads // self.query.shape[2])
-        first, last = int(group[0]), int(group[-1])
-        scores = self._scores(*hull, slice(first, last + 1))
-        block = block * (scores if first == last else scores[:, group - first])
-        return block[:, :, :: row.step, :: col.step]
+
+        def fill(rows: slice, cols: slice) -> Tensor:
+            block = self.decay_mixer.tile(rows, cols, heads)
+            group = torch.arange(self.heads, device=block.device)[heads] // (self.heads // self.query.shape[2])
+            first, last = int(group[0]), int(group[-1])
+            groups = slice(first, last + 1)
+            scores = torch.einsum("bign,bjgn->bgij", self.query[:, rows, groups], self.key[:, cols, groups])
+            return block * (scores if first == last else scores[:, group - first])
+
+        return self._block(rows, cols, heads, fill)
 
     def mean_map(self) -> Float[Tensor, "batch query key"] | None:
         """Write products of scores and decays; None on a GPU."""
         if uses_triton(self.log_decay):
             return None
-        return flushed_(scalar_map(self.query, self.key, self.log_decay, self.key_scale / self.heads))
-
-    def reduced_rows(
-        self, rows: int, left: Tensor | None = None, taps: Taps | None = None
-    ) -> Iterator[Float[Tensor, "batch row key"]]:
-        """Yield the map of `CoreMixer.reduced_rows`, from `reduced_parts`."""
-        return self.reduced_parts(parts(self.shape[2], rows), left, taps)
+        return flushed_(scalar_map(self._memory._replace(key_scale=self.key_scale / self.heads)))
 
     def reduced_parts(
         self, blocks: Iterable[slice], left: Tensor | None = None, taps: Taps | None = None
     ) -> Iterator[Float[Tensor, "batch row key"]]:
         """Yield `CoreMixer.reduced_parts`: products of the groups' scores and of the heads' decays."""
         kernel = implementation("scalar_map", self.log_decay).scalar_rows
-        yield from kernel(self.query, self.key, self.log_decay, self.key_scale, left, taps, blocks=blocks)
-
-    def _scores(self, rows: slice, cols: slice, groups: slice = ALL) -> Float[Tensor, "batch group row col"]:
-        return torch.einsum("bign,bjgn->bgij", self.query[:, rows, groups], self.key[:, cols, groups])
+        yield from kernel(self._memory, left, taps, blocks=blocks)
 
     @cached_property
     def decay_mixer(self) -> DiagonalDecay:
@@ -146,7 +132,3 @@ class ScalarDecay(Continued):
         """Return (q_i . k_i) times the key's scale."""
         scores = repeat_groups((self.query * self.key).sum(-1), self.heads, 2)
         return (scores * self.key_scale).transpose(1, 2)
-
-    def zeros(self, shape: tuple[int, ...]) -> Tensor:
-        """Return zeros with the dtype and device of the matrix."""
-        return self.query.new_zeros(shape)

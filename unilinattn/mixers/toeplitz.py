@@ -57,22 +57,21 @@ class Toeplitz(CoreMixer):
 
     def apply(self, value: Inexact[Tensor, "batch key head channel"]) -> Inexact[Tensor, "batch query head channel"]:
         """Convolve along time."""
-        if not self.is_short:
-            return self._by_fft(value, conjugate=False)
-        first, *later = self.taps.unbind(1)
-        output = first[:, None] * value
-        for lag, tap in enumerate(later, 1):
-            output[:, lag:].addcmul_(tap[:, None], value[:, : self._length - lag])
-        return output
+        return self._passed(value, adjoint=False)
 
     def adjoint(self, grad: Inexact[Tensor, "batch query head channel"]) -> Inexact[Tensor, "batch key head channel"]:
         """Correlate along time."""
+        return self._passed(grad, adjoint=True)
+
+    def _passed(self, vectors: Tensor, *, adjoint: bool) -> Tensor:
         if not self.is_short:
-            return self._by_fft(grad, conjugate=True)
-        first, *later = self.taps.conj().unbind(1)
-        output = first[:, None] * grad
-        for lag, tap in enumerate(later, 1):
-            output[:, : self._length - lag].addcmul_(tap[:, None], grad[:, lag:])
+            return self._by_fft(vectors, conjugate=adjoint)
+        first, *rest = (self.taps.conj() if adjoint else self.taps).unbind(1)
+        output = first[:, None] * vectors
+        for lag, tap in enumerate(rest, 1):
+            earlier, later = slice(self._length - lag), slice(lag, None)
+            target, source = (earlier, later) if adjoint else (later, earlier)
+            output[:, target].addcmul_(tap[:, None], vectors[:, source])
         return output
 
     def apply_from(
@@ -115,12 +114,11 @@ class Toeplitz(CoreMixer):
 
     def tile(self, rows: slice = ALL, cols: slice = ALL, heads: slice = ALL) -> Inexact[Tensor, "batch head row col"]:
         """Write K[i - j] for a block, from windows of the kernel."""
-        row, col = (range(self._length)[axis] for axis in (rows, cols))
-        if not row or not col:
-            return self.zeros((self._batch, len(range(self.heads)[heads]), len(row), len(col)))
-        hull = slice(row[0], row[-1] + 1), slice(col[0], col[-1] + 1)
-        block = windows(self.taps[heads], *hull).flip(1)
-        return block[None, :, :: row.step, :: col.step].expand(self._batch, -1, -1, -1)
+
+        def fill(rows: slice, cols: slice) -> Tensor:
+            return windows(self.taps[heads], rows, cols).flip(1).expand(self._batch, -1, -1, -1)
+
+        return self._block(rows, cols, heads, fill)
 
     def mean_map(self) -> Inexact[Tensor, "batch query key"]:
         """Write the matrix of the mean kernel once."""

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from unilinattn.errors import OptionError, nearest
 from unilinattn.models.hippo import hippo_legs
-from unilinattn.models.numerics import causal_convolution, complex_from_pairs, working_dtype
+from unilinattn.models.numerics import complex_from_pairs, convolution_with_skip, working_dtype
 
 VERSIONS = ("softmax", "exp")
 
@@ -106,9 +106,7 @@ class DSS(nn.Module):
 
     def forward(self, hidden_states: Float[Tensor, "batch length d_model"]) -> Float[Tensor, "batch length d_model"]:
         """Mix each channel over the tokens up to and including the current one."""
-        kernel = self.kernel(hidden_states.shape[1])
-        u = hidden_states.transpose(1, 2).to(kernel.dtype)
-        y = causal_convolution(u, kernel) + self.D.to(kernel.dtype).mT * u
+        y = convolution_with_skip(hidden_states, self.kernel(hidden_states.shape[1]), self.D[0])
         return self.output_linear(functional.gelu(y).transpose(1, 2).to(hidden_states.dtype))
 
 

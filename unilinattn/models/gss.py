@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Complex, Float
 from torch import Tensor, nn
 
-from unilinattn.models.numerics import causal_convolution, working_dtype
+from unilinattn.models.numerics import convolution_with_skip, working_dtype
 
 
 class GSSKernel(nn.Module):
@@ -38,9 +38,7 @@ class GSSKernel(nn.Module):
 
     def forward(self, hidden_states: Float[Tensor, "batch length d_ssm"]) -> Float[Tensor, "batch length d_ssm"]:
         """Mix each channel over the tokens up to and including the current one."""
-        kernel = self.kernel(hidden_states.shape[1])
-        u = self.norm(hidden_states).transpose(1, 2).to(kernel.dtype)
-        y = causal_convolution(u, kernel) + self.param_D.to(kernel.dtype)[:, None] * u
+        y = convolution_with_skip(self.norm(hidden_states), self.kernel(hidden_states.shape[1]), self.param_D)
         return y.transpose(1, 2).to(hidden_states.dtype)
 
 

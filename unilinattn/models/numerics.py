@@ -36,3 +36,11 @@ def causal_convolution(
         return torch.fft.ifft(spectrum, n=2 * length)[..., :length]
     spectrum = torch.fft.rfft(signal, n=2 * length) * torch.fft.rfft(kernel, n=2 * length)
     return torch.fft.irfft(spectrum, n=2 * length)[..., :length]
+
+
+def convolution_with_skip(
+    x: Float[Tensor, "batch length channel"], kernel: Float[Tensor, "channel length"], skip: Float[Tensor, " channel"]
+) -> Float[Tensor, "batch channel length"]:
+    """Return K * x + D x for a kernel K and a skip D of each channel, in the dtype of the kernel."""
+    u = x.transpose(1, 2).to(kernel.dtype)
+    return causal_convolution(u, kernel) + skip.to(kernel.dtype)[:, None] * u

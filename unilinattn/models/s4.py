@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from unilinattn.errors import OptionError
 from unilinattn.models.language_model import MixerForCausalLM
-from unilinattn.models.numerics import causal_convolution, complex_from_pairs, working_dtype
+from unilinattn.models.numerics import complex_from_pairs, convolution_with_skip, working_dtype
 
 
 class S4DKernel(nn.Module):
@@ -68,9 +68,7 @@ class S4D(nn.Module):
 
     def forward(self, hidden_states: Float[Tensor, "batch length d_model"]) -> Float[Tensor, "batch length d_model"]:
         """Mix each channel over the tokens up to and including the current one."""
-        kernel = self.kernel(hidden_states.shape[1])
-        u = hidden_states.transpose(1, 2).to(kernel.dtype)
-        y = causal_convolution(u, kernel) + self.D.to(kernel.dtype)[:, None] * u
+        y = convolution_with_skip(hidden_states, self.kernel(hidden_states.shape[1]), self.D)
         return self.output_linear(functional.gelu(y).to(hidden_states.dtype)).transpose(1, 2)
 
 

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from unilinattn.errors import OptionError
 from unilinattn.models.hippo import hippo_legs
-from unilinattn.models.numerics import causal_convolution, complex_from_pairs, working_dtype
+from unilinattn.models.numerics import complex_from_pairs, convolution_with_skip, working_dtype
 
 
 class DPLRSystem(NamedTuple):
@@ -123,9 +123,7 @@ class S4Convolution(nn.Module):
 
     def forward(self, hidden_states: Float[Tensor, "batch length d_model"]) -> Float[Tensor, "batch length d_model"]:
         """Mix each channel over the tokens up to and including the current one."""
-        kernel = self.kernel(hidden_states.shape[1])
-        u = hidden_states.transpose(1, 2).to(kernel.dtype)
-        return (causal_convolution(u, kernel) + self.D.to(kernel.dtype).mT * u).transpose(1, 2)
+        return convolution_with_skip(hidden_states, self.kernel(hidden_states.shape[1]), self.D[0]).transpose(1, 2)
 
 
 class S4(nn.Module):

@@ -35,27 +35,51 @@ def contributions(
     x: Float[Tensor, "batch key in"],
     like: Float[Tensor, "batch length _"],
     name: str,
+    activation: str,
 ) -> Float[Tensor, "batch row out key"]:
     """Return T_ij x_j for the rows i at the positions `index`.
 
     Linear in length if the first mixer to the last are per-channel, or a convolution followed by per-channel stages
     after a matrix (computed tap by tap), or a branch of such chains; else it takes a pass for each token. `like` has
-    the length, dtype and device of the layer's output, and `name` is the layer's.
+    the length, dtype and device of the layer's output, and `name` is the layer's. With another `activation` than
+    "exact" its function of each convolution tap replaces the activation (LaTIM Eq. 19-21).
     """
-    return _through(*mixed_values(chain, index, x, like, name), index)
+    return _through(*values_by_token(chain, index, x, like, name, activation), index)
 
 
-def mixed_values(
+def values_by_token(
     chain: Sequence[Stage],
     index: Int[Tensor, "batch row"],
     x: Float[Tensor, "batch key in"],
     like: Float[Tensor, "batch length _"],
     name: str,
+    activation: str,
 ) -> tuple[Inexact[Tensor, "batch row channel key"], Chain]:
     """Return the contribution of each token to the values after the last mixer, and the stages that follow them.
 
     The arguments and the errors are those of `contributions`.
     """
+    if activation == "exact":
+        return _exact_values(chain, index, x, like)
+    function = tap_function(activation)
+    taps, value, after = _split(chain, x, name)
+    return _through_taps(taps, after, index, value, like, function)
+
+
+def sum_of_contributions(
+    chain: Sequence[Stage], x: Float[Tensor, "batch key in"], name: str, activation: str
+) -> Float[Tensor, "batch length out"]:
+    """Return the sum of `contributions` over the tokens for every row, in linear time."""
+    if activation == "exact":
+        return run(chain, x, bias=False)
+    function = tap_function(activation)
+    taps, value, after = _split(chain, x, name)
+    terms = [function(shifted(value, lag) * repeat_groups(factor, value.shape[2])) for lag, factor in taps.items()]
+    return run(after, torch.stack(terms).sum(0), bias=False)
+
+
+def _exact_values(chain: Sequence[Stage], index: Tensor, x: Tensor, like: Tensor) -> tuple[Tensor, Chain]:
+    """Return `values_by_token` of the exact activation."""
     mixing = [k for k, stage in enumerate(chain) if stage.mixes]
     if not mixing:
         outputs = run(chain, x, bias=False)
@@ -71,9 +95,10 @@ def mixed_values(
         by_group = value.unflatten(2, (groups, -1)).permute(0, 2, 3, 1)
         return (rows.unsqueeze(3) * by_group[:, None]).flatten(2, 3), after
     if (taps := band((lead,))) is not None:
-        return _through_taps(taps, chain[first + 1 :], index, value, like, name, lambda term: term)
+        return _through_taps(taps, chain[first + 1 :], index, value, like, lambda term: term)
     if len(middle) == 1 and isinstance(lead, Branch):
-        return torch.stack([contributions(inner, index, value, like, name) for inner in lead.chains]).sum(0), after
+        vectors = [_through(*_exact_values(inner, index, value, like), index) for inner in lead.chains]
+        return torch.stack(vectors).sum(0), after
     return _by_key(middle, index, value), after
 
 
@@ -93,43 +118,12 @@ def _by_key(
     return torch.cat(rows, dim=3)
 
 
-def tapwise_values(
-    chain: Chain,
-    index: Int[Tensor, "batch row"],
-    x: Float[Tensor, "batch key in"],
-    like: Float[Tensor, "batch length _"],
-    name: str,
-    function: Callable[[Tensor], Tensor],
-) -> tuple[Inexact[Tensor, "batch row channel key"], Chain]:
-    """Return `mixed_values` with `function` of each convolution tap instead of the activation (LaTIM Eq. 19-21)."""
-    before, conv, after = split_taps(chain, name)
+def _split(chain: Sequence[Stage], x: Tensor, name: str) -> tuple[Band, Tensor, Chain]:
+    """Return the taps, the values and the stages after the activation of the convolution of `split_taps`."""
+    before, conv, after = split_taps(tuple(chain), name)
     taps = band((conv,))
     assert taps is not None
-    return _through_taps(taps, after, index, run(before, x, bias=False), like, name, function)
-
-
-def tapwise(
-    chain: Chain,
-    index: Int[Tensor, "batch row"],
-    x: Float[Tensor, "batch key in"],
-    like: Float[Tensor, "batch length _"],
-    name: str,
-    function: Callable[[Tensor], Tensor],
-) -> Float[Tensor, "batch row out key"]:
-    """Return contributions with `function` of each convolution tap instead of the activation (LaTIM Eq. 19-21)."""
-    return _through(*tapwise_values(chain, index, x, like, name, function), index)
-
-
-def tapwise_sum(
-    chain: Chain, x: Float[Tensor, "batch key in"], name: str, function: Callable[[Tensor], Tensor]
-) -> Float[Tensor, "batch length out"]:
-    """Return the sum of `tapwise` over the tokens for every row, in linear time."""
-    before, conv, after = split_taps(chain, name)
-    taps = band((conv,))
-    assert taps is not None
-    value = run(before, x, bias=False)
-    terms = [function(shifted(value, lag) * repeat_groups(factor, value.shape[2])) for lag, factor in taps.items()]
-    return run(after, torch.stack(terms).sum(0), bias=False)
+    return taps, run(before, x, bias=False), after
 
 
 def _through(
@@ -147,7 +141,6 @@ def _through_taps(
     index: Int[Tensor, "batch row"],
     value: Float[Tensor, "batch key channel"],
     like: Float[Tensor, "batch length _"],
-    name: str,
     function: Callable[[Tensor], Tensor],
 ) -> tuple[Inexact[Tensor, "batch row mixed key"], Chain]:
     """Sum the contributions of `function` of each tap's term through the mixers of the rest of a chain."""
@@ -155,7 +148,7 @@ def _through_taps(
     after: Chain = ()
     for lag, factor in taps.items():
         term = function(shifted(value, lag) * repeat_groups(factor, value.shape[2]))
-        vectors, after = mixed_values(rest, index, term, like, name)
+        vectors, after = _exact_values(rest, index, term, like)
         # The term at position j + lag comes from token j.
         vectors = functional.pad(vectors[..., lag:], (0, min(lag, vectors.shape[-1])))
         total = vectors if total is None else total + vectors

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from unilinattn.errors import InputError, OptionError
 from unilinattn.kernels.precision import full_precision
-from unilinattn.memory import rows_within
+from unilinattn.memory import parts, rows_within
 from unilinattn.operator.cost import pass_elements
 from unilinattn.operator.operator import MixerOperator
 from unilinattn.operator.scopes import restricted, scoped
@@ -199,7 +199,7 @@ def _parts(operator: MixerOperator, chain: Any, x: Tensor, count: int) -> Iterat
         return pass_elements(chain, x.shape[0] * x.shape[1], x.shape[2], columns) * x.element_size()
 
     step = rows_within(size, COLUMNS, f"a pass of {operator.name} for cut edges") if count else 1
-    return (slice(start, start + step) for start in range(0, count, step))
+    return parts(count, step)
 
 
 def _shape(operator: MixerOperator) -> tuple[int, int, int]:

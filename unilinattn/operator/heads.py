@@ -11,7 +11,7 @@ from torch import Tensor
 
 from unilinattn.errors import UncoveredError
 from unilinattn.memory import parts as slices
-from unilinattn.operator.contributions import mixed_values, tap_function, tapwise_sum, tapwise_values
+from unilinattn.operator.contributions import sum_of_contributions, values_by_token
 from unilinattn.operator.pairwise import PairwiseContributions, Tile, pairwise_of
 from unilinattn.operator.scopes import restricted, scoped, sums_cores, through_core
 from unilinattn.operator.stages import Center, Chain, Matrix, Scale, Stage, ToComplex, ToReal, run
@@ -73,9 +73,7 @@ class HeadContributions:
         factors[self.channel_sets.flatten()] = 1
         chain, x = restricted(self.chain, factors), self._input
         assert chain is not None
-        if activation == "exact":
-            return run(chain, x, bias=False)
-        return tapwise_sum(chain, x, self.operator.name, tap_function(activation))
+        return sum_of_contributions(chain, x, self.operator.name, activation)
 
     def around(self) -> Float[Tensor, "batch query out"]:
         """Return the part of the output, without bias, that passes around the core, such as a residual inside."""
@@ -101,10 +99,7 @@ class HeadContributions:
     ) -> Iterator[tuple[slice, Tile]]:
         """Yield `factor` times the vectors of the queries `index`, which are the rows `rows` of the tiles."""
         name, like, x = self.operator.name, self.operator.output, self._input
-        if activation == "exact":
-            values, after = mixed_values(self.chain, index, x, like, name)
-        else:
-            values, after = tapwise_values(self.chain, index, x, like, name, tap_function(activation))
+        values, after = values_by_token(self.chain, index, x, like, name, activation)
         first = next((k for k, stage in enumerate(after) if not isinstance(stage, Scale)), len(after))
         for stage in after[:first]:
             values = stage.at(index).apply(values, bias=False)

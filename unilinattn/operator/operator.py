@@ -1,6 +1,6 @@
 """`MixerOperator`: one layer of a model as a frozen linear map between tokens, stored as a chain of stages."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from jaxtyping import Bool, Float
@@ -10,7 +10,7 @@ from unilinattn.errors import OptionError, UncoveredError, nearest
 from unilinattn.kernels.precision import full_precision, in_full_precision
 from unilinattn.kernels.row_product.naive import Sign
 from unilinattn.memory import require_result
-from unilinattn.operator.contributions import contributions, split_taps, tap_function, tapwise, tapwise_sum
+from unilinattn.operator.contributions import contributions, split_taps, sum_of_contributions, tap_function
 from unilinattn.operator.maps import fill_heads, map_blocks, map_row_product, map_rows, map_shape, mean_map
 from unilinattn.operator.pairwise import PairwiseContributions, pairwise_of
 from unilinattn.operator.reconstruction import worst_error
@@ -93,10 +93,7 @@ class MixerOperator:
         """b_i: the output for a zero input, a function of parameters and frozen scales only."""
         if not any(stage.has_bias for stage in self._stages()):
             return torch.zeros_like(self.output)
-        return sum(
-            (run_on_zeros(chain, self.inputs[port].to(self.output)) for port, chain in self.chains.items()),
-            start=torch.zeros((), dtype=self.output.dtype, device=self.output.device),
-        )
+        return self._sum(run_on_zeros(chain, self.inputs[port].to(self.output)) for port, chain in self.chains.items())
 
     @full_precision()
     def apply(
@@ -211,11 +208,7 @@ class MixerOperator:
         """
         positions, single = checked_rows(index, self.output, self.name)
         chain, x = self._port(port)
-        if activation == "exact":
-            vectors = contributions(chain, positions, x, self.output, self.name)
-        else:
-            vectors = tapwise(chain, positions, x, self.output, self.name, tap_function(activation))
-        vectors = vectors.transpose(2, 3)
+        vectors = contributions(chain, positions, x, self.output, self.name, activation).transpose(2, 3)
         return vectors.squeeze(1) if single else vectors
 
     @full_precision()
@@ -240,7 +233,7 @@ class MixerOperator:
         chain, x = self._port(port)
         if activation == "exact":
             return run(chain, x, bias=True)
-        return tapwise_sum(chain, x, self.name, tap_function(activation)) + self.activation_bias(activation, port=port)
+        return sum_of_contributions(chain, x, self.name, activation) + self.activation_bias(activation, port=port)
 
     @full_precision()
     def reconstruction_error(self) -> float:
@@ -293,7 +286,8 @@ class MixerOperator:
         return self.chains[port], self.inputs[port]
 
     def _run(self, inputs: Mapping[str, Tensor], *, bias: bool) -> Tensor:
-        return sum(
-            (run(chain, inputs[port].to(self.output.dtype), bias=bias) for port, chain in self.chains.items()),
-            start=torch.zeros((), dtype=self.output.dtype, device=self.output.device),
-        )
+        dtype = self.output.dtype
+        return self._sum(run(chain, inputs[port].to(dtype), bias=bias) for port, chain in self.chains.items())
+
+    def _sum(self, by_port: Iterable[Tensor]) -> Tensor:
+        return sum(by_port, start=torch.zeros((), dtype=self.output.dtype, device=self.output.device))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from unilinattn.kernels.backend import implementation
 from unilinattn.kernels.contribution_norms import gram
-from unilinattn.kernels.contribution_norms.naive import Order, kind_of
+from unilinattn.kernels.contribution_norms.naive import Order, Products, kind_of
 from unilinattn.kernels.subnormal import flushed, flushed_
 from unilinattn.memory import parts
 from unilinattn.mixers.base import Block
@@ -58,7 +58,7 @@ class Tile:
         elif order == 2 and self.weight is not None and self._has_gram:
             norms = gram.norms(self.inner, gram.gram(self.weight))
         else:
-            norms = self._reductions.norms(self.inner, self.weight, order=order, reference=reference)
+            norms = self._reductions.norms(Products(self.inner, self.weight), order=order, reference=reference)
         norms = self._by_pair(norms)
         return norms if extra is None else self.with_extra(norms, order, extra, reference)
 
@@ -79,7 +79,7 @@ class Tile:
         self, reference: Float[Tensor, "batch row out"]
     ) -> tuple[Float[Tensor, "batch *part row col"], Float[Tensor, "batch *part row col"]]:
         """Return the orders "alti" and 1 of `norms`, for less than both."""
-        scores, sizes = self._reductions.alti_norms(self.inner, self.weight, reference)
+        scores, sizes = self._reductions.alti_norms(Products(self.inner, self.weight), reference)
         return self._by_pair(scores), self._by_pair(sizes)
 
     def with_extra(
@@ -98,7 +98,7 @@ class Tile:
         vectors = (self._vectors_at(col) + extra[:, self.diagonal_rows].transpose(1, 2)).unsqueeze(3)
         reduce = implementation("contribution_norms", self.inner).norms
         facing = None if reference is None else reference[:, self.diagonal_rows]
-        with_extra = reduce(vectors, None, order=order, reference=facing)
+        with_extra = reduce(Products(vectors, None), order=order, reference=facing)
         col, inside = col.unsqueeze(2), (col == diagonal).unsqueeze(2)
         result, before = norms.clone(), norms[:, self.diagonal_rows]
         result[:, self.diagonal_rows].scatter_(2, col, torch.where(inside, with_extra, before.gather(2, col)))

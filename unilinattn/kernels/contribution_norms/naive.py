@@ -1,6 +1,6 @@
 """The definition of the contribution norms, with every vector in float64: the reference of the fast implementations."""
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -13,6 +13,17 @@ Order = Literal["alti", "dot"] | float
 ||y||_1 - ||y - T||_1; or "dot", y . T."""
 
 Kind = Literal["l1", "l2", "lp", "max", "alti", "dot"]
+
+
+class Products(NamedTuple):
+    """The contributions T = W v of pairs of tokens; without a weight T is v."""
+
+    vectors: Float[Tensor, "group channel row col"]
+    weight: Float[Tensor, "#group out channel"] | None
+
+
+PairNorms = Float[Tensor, "group row col"]
+"""A number for each pair of tokens."""
 
 
 def kind_of(order: Order, reference: Tensor | None) -> tuple[Kind, float]:
@@ -30,19 +41,13 @@ def kind_of(order: Order, reference: Tensor | None) -> tuple[Kind, float]:
     return named.get(order, "lp"), 2.0 if order == float("inf") else float(order)
 
 
-def norms(
-    vectors: Float[Tensor, "group channel row col"],
-    weight: Float[Tensor, "#group out channel"] | None,
-    *,
-    order: Order,
-    reference: Float[Tensor, "batch row out"] | None = None,
-) -> Float[Tensor, "group row col"]:
+def norms(products: Products, *, order: Order, reference: Float[Tensor, "batch row out"] | None = None) -> PairNorms:
     """Reduce T = W v of each pair by `order`; without a weight T is v.
 
     `reference` is the y of `alti` and `dot`. Every sequence has the same number of consecutive groups.
     """
     kind, p = kind_of(order, reference)
-    v = vectors.double()
+    v, weight = products.vectors.double(), products.weight
     contributions = (
         v if weight is None else torch.einsum("goc,gcij->goij", weight.double().expand(v.shape[0], -1, -1), v)
     )
@@ -53,10 +58,6 @@ def norms(
     return torch.linalg.vector_norm(contributions, torch.inf if kind == "max" else p, dim=1)
 
 
-def alti_norms(
-    vectors: Float[Tensor, "group channel row col"],
-    weight: Float[Tensor, "#group out channel"] | None,
-    reference: Float[Tensor, "batch row out"],
-) -> tuple[Float[Tensor, "group row col"], Float[Tensor, "group row col"]]:
+def alti_norms(products: Products, reference: Float[Tensor, "batch row out"]) -> tuple[PairNorms, PairNorms]:
     """Return the orders "alti" and 1 of `norms`."""
-    return norms(vectors, weight, order="alti", reference=reference), norms(vectors, weight, order=1.0)
+    return norms(products, order="alti", reference=reference), norms(products, order=1.0)

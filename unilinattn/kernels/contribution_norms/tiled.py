@@ -6,25 +6,20 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from unilinattn.kernels.contribution_norms.naive import Kind, Order, kind_of
+from unilinattn.kernels.contribution_norms.naive import Kind, Order, PairNorms, Products, kind_of
 
 PART = 1 << 19
 """Elements of T that are formed at a time."""
 
 
-def norms(
-    vectors: Float[Tensor, "group channel row col"],
-    weight: Float[Tensor, "#group out channel"] | None,
-    *,
-    order: Order,
-    reference: Float[Tensor, "batch row out"] | None = None,
-) -> Float[Tensor, "group row col"]:
+def norms(products: Products, *, order: Order, reference: Float[Tensor, "batch row out"] | None = None) -> PairNorms:
     """Reduce T = W v of each pair (LaTIM Eq. 5 for a norm, the numerator of Eq. 6 for `alti`); without W, T is v."""
+    vectors = products.vectors
     result = vectors.new_empty(vectors.shape[0], *vectors.shape[2:])
     kind, p = kind_of(order, reference)
     y = None if reference is None else _by_channel(reference)
     sign_and_size = None if y is None or kind == "dot" else _sign_and_size(y)
-    for group, row, inner, formed in _formed(vectors, weight):
+    for group, row, inner, formed in _formed(products):
         if sign_and_size is not None:
             sign, size = (_of_groups(factor[:, :, row], group, len(vectors)) for factor in sign_and_size)
             result[group, row] = _alti(inner, sign, size, formed)[0]
@@ -35,16 +30,13 @@ def norms(
     return result
 
 
-def alti_norms(
-    vectors: Float[Tensor, "group channel row col"],
-    weight: Float[Tensor, "#group out channel"] | None,
-    reference: Float[Tensor, "batch row out"],
-) -> tuple[Float[Tensor, "group row col"], Float[Tensor, "group row col"]]:
+def alti_norms(products: Products, reference: Float[Tensor, "batch row out"]) -> tuple[PairNorms, PairNorms]:
     """Return the orders "alti" and 1 of `norms`, with one product W v for both."""
+    vectors = products.vectors
     scores = vectors.new_empty(vectors.shape[0], *vectors.shape[2:])
     norms = torch.empty_like(scores)
     sign_and_size = _sign_and_size(_by_channel(reference))
-    for group, row, inner, formed in _formed(vectors, weight):
+    for group, row, inner, formed in _formed(products):
         sign, size = (_of_groups(factor[:, :, row], group, len(vectors)) for factor in sign_and_size)
         scores[group, row], norms[group, row] = _alti(inner, sign, size, formed)
     return scores, norms
@@ -57,9 +49,10 @@ def held_elements(shape: Sequence[int], outs: int) -> int:
 
 
 def _formed(
-    vectors: Float[Tensor, "group channel row col"], weight: Float[Tensor, "#group out channel"] | None
+    products: Products,
 ) -> Iterator[tuple[slice, slice, Float[Tensor, "part out row col"], Float[Tensor, "part out row col"] | None]]:
     """Yield parts of groups and rows, their T, and T again where it is a workspace: the product with W, not v."""
+    vectors, weight = products
     groups, channels, rows, cols = vectors.shape
     outs = channels if weight is None else weight.shape[1]
     room: Tensor | None = None

@@ -7,27 +7,27 @@ from jaxtyping import Float
 from torch import Tensor
 
 from unilinattn.kernels.contribution_norms import tiled
-from unilinattn.kernels.contribution_norms.naive import Order, kind_of
+from unilinattn.kernels.contribution_norms.naive import Order, PairNorms, Products, kind_of
 from unilinattn.kernels.contribution_norms.triton_kernels import OUT, pair_norms
 from unilinattn.kernels.launch import Precision, on
 
 
 def norms(
-    vectors: Float[Tensor, "group channel row col"],
-    weight: Float[Tensor, "#group out channel"] | None,
+    products: Products,
     *,
     order: Order,
     reference: Float[Tensor, "batch row out"] | None = None,
     precision: Precision = "ieee",
-) -> Float[Tensor, "group row col"]:
+) -> PairNorms:
     """Reduce T = W v of each pair in float32 without storing T; without W, T is v and `tiled` reduces it.
 
     `reference` is the y of `alti` and `dot`. Every sequence has the same number of consecutive groups.
     Time: the product (pairs x channels)(channels x out). Memory: one number per pair and block of 128 outputs.
     """
     kind, p = kind_of(order, reference)
+    vectors, weight = products
     if weight is None:
-        return tiled.norms(vectors, weight, order=order, reference=reference)
+        return tiled.norms(products, order=order, reference=reference)
     groups, channels, rows, cols = vectors.shape
     outs = weight.shape[1]
     y = vectors.new_empty(1, 1, 1).expand(groups, rows, outs) if reference is None else reference
@@ -63,15 +63,11 @@ def norms(
     return total if kind in ("l1", "alti", "dot") else total.pow_(1 / p)
 
 
-def alti_norms(
-    vectors: Float[Tensor, "group channel row col"],
-    weight: Float[Tensor, "#group out channel"] | None,
-    reference: Float[Tensor, "batch row out"],
-) -> tuple[Float[Tensor, "group row col"], Float[Tensor, "group row col"]]:
+def alti_norms(products: Products, reference: Float[Tensor, "batch row out"]) -> tuple[PairNorms, PairNorms]:
     """Return the orders "alti" and 1 of `norms`, a product W v for each."""
-    if weight is None:
-        return tiled.alti_norms(vectors, weight, reference)
-    return norms(vectors, weight, order="alti", reference=reference), norms(vectors, weight, order=1.0)
+    if products.weight is None:
+        return tiled.alti_norms(products, reference)
+    return norms(products, order="alti", reference=reference), norms(products, order=1.0)
 
 
 def held_elements(shape: Sequence[int], outs: int) -> int:

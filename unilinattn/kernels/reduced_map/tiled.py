@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from math import prod
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -49,33 +50,51 @@ class Buffers:
         return buffer[:size].view(shape)
 
 
-def reduced_rows(
-    factors: Factors,
-    shape: tuple[int, int, int, int],
-    left: Float[Tensor, "#batch #length head"] | None = None,
-    taps: Taps | None = None,
-    *,
-    blocks: Iterable[slice],
-    leaf: int = LEAF,
-    fill: Fill | None = None,
-) -> Iterator[tuple[slice, Float[Tensor, "batch row key"]]]:
-    """Yield blocks of rows, in any order, of sum_h left_ih sum_lag alpha_h[i, j + lag] tap_lag[j + lag, h].
+class HeadMap(NamedTuple):
+    """The map m_ij = sum_h left_ih sum_lag alpha_h[i, j + lag] tap_lag[j + lag, h] of decayed memories alpha_h.
 
-    `shape` is (batch, length, head, state). Time: half of one product (L x HN)(HN x L), and some exponentials per
-    token, head and state. Memory: the block and the factors of one tile of heads. `leaf` and `fill`: those of `square`.
+    Attributes:
+        factors: those of the memories.
+        shape: (batch, length, head, state).
+        left, taps: one by default.
     """
-    batch, length, heads, state = shape
-    step = max(1, INNER // state)
-    reach = max(taps, default=0) if taps else 0
+
+    factors: Factors
+    shape: tuple[int, int, int, int]
+    left: Float[Tensor, "#batch #length head"] | None = None
+    taps: Taps | None = None
+
+    @property
+    def reach(self) -> int:
+        """The largest lag."""
+        return max(self.taps, default=0) if self.taps else 0
+
+    def weights(self, tokens: slice, heads: slice) -> tuple[Tensor | None, Taps | None]:
+        """Return `left` and `taps` of some tokens and heads."""
+        left = None if self.left is None else of_tokens(self.left, tokens)[..., heads]
+        if self.taps is None:
+            return left, None
+        return left, {lag: of_tokens(tap, tokens)[..., heads] for lag, tap in self.taps.items()}
+
+
+def reduced_rows(
+    head_map: HeadMap, blocks: Iterable[slice], *, leaf: int = LEAF, fill: Fill | None = None
+) -> Iterator[tuple[slice, Float[Tensor, "batch row key"]]]:
+    """Yield blocks of rows of a map, in any order.
+
+    Time: half of one product (L x HN)(HN x L), and some exponentials per token, head and state. Memory: the block and
+    the factors of one tile of heads. `leaf` and `fill`: those of `square`.
+    """
+    batch, length, heads, state = head_map.shape
+    step, reach = max(1, INNER // state), head_map.reach
     buffers = Buffers()
     for tokens in blocks:
         block: Tensor | None = None
         for some_heads in parts(heads, step):
             for some in squares(tokens):
                 near, read = square(
-                    *factors(some, some_heads),
-                    None if left is None else of_tokens(left, some)[..., some_heads],
-                    None if taps is None else {lag: of_tokens(tap, some)[..., some_heads] for lag, tap in taps.items()},
+                    *head_map.factors(some, some_heads),
+                    *head_map.weights(some, some_heads),
                     buffers=buffers,
                     leaf=leaf,
                     fill=fill or fill_leaves,
@@ -84,7 +103,7 @@ def reduced_rows(
                     block = near.new_zeros(batch, tokens.stop - tokens.start, length + reach)
                 rows = block[:, some.start - tokens.start : some.stop - tokens.start]
                 rows[:, :, some.start : some.stop + reach] += near
-                _add_far(rows, read, factors, some.start, some_heads, taps, reach)
+                _add_far(rows, read, head_map, some.start, some_heads)
         assert block is not None
         yield tokens, block[:, :, reach:]
 
@@ -237,28 +256,28 @@ def square(
 def _add_far(
     block: Float[Tensor, "batch row key"],
     read: Float[Tensor, "batch row inner"],
-    factors: Factors,
+    head_map: HeadMap,
     start: int,
     heads: slice,
-    taps: Taps | None,
-    reach: int,
 ) -> None:
     """Add the columns before a block of rows by products around the block's first token, nearest columns first."""
+    reach = head_map.reach
     crossed: Tensor | None = None
     for stop in range(start, 0, -COLUMNS):
         tokens = slice(max(0, stop - COLUMNS), stop)
-        _, key, decay = factors(tokens, heads)
+        _, key, decay = head_map.factors(tokens, heads)
         exponent = from_token(decay)
         if crossed is not None:
             exponent = exponent + crossed
         crossed = exponent[:, :1] + decay[:, :1]
         faded = flushed_(decays(exponent, out=exponent).mul_(key))
+        _, taps = head_map.weights(tokens, heads)
         if taps is None:
             write = faded
         else:
             write = faded.new_zeros(faded.shape[0], faded.shape[1] + reach, *faded.shape[2:])
             for lag, tap in taps.items():
                 first = reach - lag
-                write[:, first : first + faded.shape[1]] += faded * of_tokens(tap, tokens)[..., heads, None]
+                write[:, first : first + faded.shape[1]] += faded * tap.unsqueeze(-1)
             flushed_(write)
         flushed_(block[:, :, tokens.start : tokens.stop + reach]).baddbmm_(read, write.flatten(2).mT)

@@ -6,8 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from unilinattn.kernels.reduced_map.dense import Taps
-from unilinattn.kernels.reduced_map.tiled import Factors, reduced_rows
+from unilinattn.kernels.reduced_map.tiled import HeadMap, reduced_rows
 from unilinattn.kernels.row_product.naive import Sign, apply_sign
 from unilinattn.kernels.subnormal import flushed_
 from unilinattn.memory import parts
@@ -20,12 +19,9 @@ MapRows = Callable[..., Iterator[tuple[slice, Float[Tensor, "batch row key"]]]]
 
 
 def row_product(
-    factors: Factors,
-    shape: tuple[int, int, int, int],
+    head_map: HeadMap,
     row: Float[Tensor, "batch length"],
     weight: Float[Tensor, "batch length"] | None = None,
-    left: Float[Tensor, "#batch #length head"] | None = None,
-    taps: Taps | None = None,
     *,
     sign: Sign = "keep",
     rows: int = ROWS,
@@ -35,8 +31,8 @@ def row_product(
 
     Time: that of the map. Memory: linear in length, a block of rows.
     """
-    blocks = (block for _, block in map_rows(factors, shape, left, taps, blocks=parts(shape[1], rows)))
-    return folded(blocks, shape[1], row, weight, sign)
+    blocks = (block for _, block in map_rows(head_map, parts(head_map.shape[1], rows)))
+    return folded(blocks, head_map.shape[1], row, weight, sign)
 
 
 def folded(

@@ -6,9 +6,8 @@ from torch import Tensor
 
 from unilinattn.kernels.launch import Precision
 from unilinattn.kernels.reduced_map import triton as reduced
-from unilinattn.kernels.reduced_map.dense import Taps
-from unilinattn.kernels.reduced_map.tiled import Factors
-from unilinattn.kernels.reduced_map.triton import Panel, add_diagonal, add_far, launch_far, panels
+from unilinattn.kernels.reduced_map.tiled import HeadMap
+from unilinattn.kernels.reduced_map.triton import Panel, RowBlock, launch_far
 from unilinattn.kernels.row_product import tiled
 from unilinattn.kernels.row_product.naive import Sign, apply_sign
 from unilinattn.memory import parts
@@ -24,12 +23,9 @@ LEAST = 32
 
 
 def row_product(
-    factors: Factors,
-    shape: tuple[int, int, int, int],
+    head_map: HeadMap,
     row: Float[Tensor, "batch length"],
     weight: Float[Tensor, "batch length"] | None = None,
-    left: Float[Tensor, "#batch #length head"] | None = None,
-    taps: Taps | None = None,
     *,
     sign: Sign = "keep",
     rows: int = ROWS,
@@ -41,21 +37,21 @@ def row_product(
     only the part of each row in its own chunk and the one before.
     """
     chunk = reduced.CHUNK
-    if taps and max(taps) > chunk:
-        return tiled.row_product(factors, shape, row, weight, left, taps, sign=sign, rows=rows).float()
-    batch, length, heads, state = shape
+    if head_map.reach > chunk:
+        return tiled.row_product(head_map, row, weight, sign=sign, rows=rows).float()
+    batch, length, heads, state = head_map.shape
     scale = torch.ones_like(row) if weight is None else weight
     total = torch.zeros(batch, length, dtype=torch.float32, device=row.device)
     max_rows = max(1, NUMBERS // max(1, batch * heads * state * chunk)) * chunk
     rows = max(1, min(rows, max_rows))
-    everything = slice(0, heads)
     for tokens in parts(length, rows):
         padded = -(-(tokens.stop - tokens.start) // chunk) * chunk
         near = total.new_zeros(batch, padded, 2 * chunk)
-        for panel in panels(factors, tokens, everything, left, taps, max_rows):
-            add_far(near, panel, precision, band=True)
-            _fold(total, panel, row[:, tokens], scale[:, tokens], sign, precision)
-        add_diagonal(near, factors, tokens, everything, left, taps, precision, band=True)
+        block = RowBlock(head_map, tokens, slice(0, heads), precision)
+        for panel in block.panels(max_rows):
+            launch_far(near, panel, padded, "band")
+            _fold(total, panel, row[:, tokens], scale[:, tokens], sign)
+        block.add_diagonal(near, band=True)
         _fold_near(total, near, tokens, row[:, tokens], scale[:, tokens], sign)
     return total
 
@@ -66,15 +62,15 @@ def _fold(
     row: Float[Tensor, "batch row"],
     scale: Float[Tensor, "batch row"],
     sign: Sign,
-    precision: Precision,
 ) -> None:
     """Add the part of the rows more than one chunk before their own."""
     batch, padded, _ = panel.read.shape
-    if panel.chunks[0] >= panel.row + padded // reduced.CHUNK - 2:
+    stop = panel.block.rows.stop
+    if panel.chunks[0] >= panel.block.row + padded // reduced.CHUNK - 2:
         return
-    sums = total.new_zeros(batch, padded // LEAST, panel.stop)
-    launch_far(sums, panel, row.shape[1], "fold", precision, weight=row, scale=scale, sign=sign)
-    total[:, : panel.stop] += sums.sum(1)
+    sums = total.new_zeros(batch, padded // LEAST, stop)
+    launch_far(sums, panel, row.shape[1], "fold", weight=row, scale=scale, sign=sign)
+    total[:, :stop] += sums.sum(1)
 
 
 def _fold_near(

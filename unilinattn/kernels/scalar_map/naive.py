@@ -6,20 +6,17 @@ from torch import Tensor
 from unilinattn.kernels.groups import repeat_groups
 from unilinattn.kernels.reduced_map.dense import Taps
 from unilinattn.kernels.reduced_map.naive import reduced_map
+from unilinattn.kernels.scan.memories import Scalar
 
 
 def scalar_map(
-    query: Float[Tensor, "batch length group state"],
-    key: Float[Tensor, "batch length group state"],
-    log_decay: Float[Tensor, "batch length head"],
-    key_scale: Float[Tensor, "batch length head"],
-    left: Float[Tensor, "batch length channel"],
-    taps: Taps,
+    memory: Scalar, left: Float[Tensor, "batch length channel"], taps: Taps
 ) -> Float[Tensor, "batch query key"]:
     """Fill m_ij = sum_c left_ic sum_lag alpha_h(c)[i, j + lag] tap_lag[j + lag, c], with one decay per head.
 
     alpha_h[i, j] = (q_i . k_j) exp(G_ih - G_jh) scale_jh; a head serves consecutive channels (LaTIM Eq. 13).
     """
+    query, key, log_decay, key_scale = memory
     channels = left.shape[2]
     query, key = (repeat_groups(factor, channels, 2) for factor in (query, key))
     decay, scale = (repeat_groups(factor, channels).unsqueeze(-1) for factor in (log_decay, key_scale))

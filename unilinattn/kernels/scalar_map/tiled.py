@@ -10,6 +10,7 @@ from torch.nn import functional
 from unilinattn.kernels.groups import repeat_groups
 from unilinattn.kernels.reduced_map.dense import Taps, of_tokens
 from unilinattn.kernels.reduced_map.tiled import COLUMNS, ROWS, Buffers, square_rows, squares
+from unilinattn.kernels.scan.memories import Scalar
 from unilinattn.kernels.subnormal import decays, flushed_
 from unilinattn.memory import parts
 
@@ -17,21 +18,17 @@ TILE = 512
 """Most rows and columns of a corner whose products are formed at a time, so that they stay in cache."""
 
 
-def scalar_map(
-    query: Float[Tensor, "batch length group state"],
-    key: Float[Tensor, "batch length group state"],
-    log_decay: Float[Tensor, "batch length head"],
-    key_scale: Float[Tensor, "batch length head"],
-) -> Float[Tensor, "batch length length"]:
+def scalar_map(memory: Scalar) -> Float[Tensor, "batch length length"]:
     """Return the map of `scalar_rows` without weights, written at once.
 
     Memory beside the result: the products of one size of corners, at most L x TILE / 2 elements each, and fewer than
     ROWS rows.
     """
+    query = memory.query
     length, groups = query.shape[1:3]
     buffers, whole = Buffers(), query.new_zeros(query.shape[0], length, length)
     for group in range(groups):
-        factors = _of_group(query, key, log_decay, key_scale, group)
+        factors = _of_group(memory, group)
         for some in _largest_squares(length):
             size = square_rows(some.stop - some.start)
             if some.stop - some.start == size:
@@ -55,10 +52,7 @@ def _largest_squares(length: int) -> Iterator[slice]:
 
 
 def scalar_rows(
-    query: Float[Tensor, "batch length group state"],
-    key: Float[Tensor, "batch length group state"],
-    log_decay: Float[Tensor, "batch length head"],
-    key_scale: Float[Tensor, "batch length head"],
+    memory: Scalar,
     left: Float[Tensor, "#batch #length channel"] | None = None,
     taps: Taps | None = None,
     *,
@@ -69,6 +63,7 @@ def scalar_rows(
     Time: half of one product of inner dimension N per group, and one of the number of channels, for each lag; some
     exponentials per token and head. Memory: the block, and the factors of its tokens.
     """
+    query = memory.query
     batch, length, groups, _ = query.shape
     reach = max(taps, default=0) if taps else 0
     weights: Taps | dict[int, None] = {0: None} if taps is None else taps
@@ -79,7 +74,7 @@ def scalar_rows(
         last = pieces[-1].start + square_rows(pieces[-1].stop - pieces[-1].start)
         block = query.new_zeros(batch, last - tokens.start, reach + max(length, last))
         for group in range(groups):
-            factors = _of_group(query, key, log_decay, key_scale, group)
+            factors = _of_group(memory, group)
             for lag, tap in weights.items():
                 reading, writing = (of_group(weight, group, groups) for weight in (left, tap))
                 for some in pieces:
@@ -101,8 +96,9 @@ def held_elements(rows: int, shape: tuple[int, int, int, int], channels: int) ->
     return batch * (size * (length + size) + pairs + 3 * (size + columns) * (max(channels, heads) + state + heads))
 
 
-def _of_group(query: Tensor, key: Tensor, log_decay: Tensor, key_scale: Tensor, group: int) -> tuple[Tensor, ...]:
+def _of_group(memory: Scalar, group: int) -> tuple[Tensor, ...]:
     """Return query and key (batch, length, state), log-decay and scale (batch, length, head) of a group."""
+    query, key, log_decay, key_scale = memory
     decay, scale = (t.unflatten(2, (query.shape[2], -1))[:, :, group] for t in (log_decay, key_scale))
     return query[:, :, group], key[:, :, group], decay, scale
 

@@ -10,20 +10,20 @@ from torch.nn import functional
 from unilinattn.kernels.groups import repeat_groups
 from unilinattn.kernels.reduced_map import triton as decayed
 from unilinattn.kernels.reduced_map.dense import Taps
+from unilinattn.kernels.reduced_map.tiled import HeadMap
 from unilinattn.kernels.scalar_map.tiled import of_group
+from unilinattn.kernels.scan.memories import Scalar
 
 
 def scalar_rows(
-    query: Float[Tensor, "batch length group state"],
-    key: Float[Tensor, "batch length group state"],
-    log_decay: Float[Tensor, "batch length head"],
-    key_scale: Float[Tensor, "batch length head"],
+    memory: Scalar,
     left: Float[Tensor, "#batch #length channel"] | None = None,
     taps: Taps | None = None,
     *,
     blocks: Iterable[slice],
 ) -> Iterator[Float[Tensor, "batch row key"]]:
     """Yield blocks of rows, in any order, of sum_c left_ic sum_lag alpha_h(c)[i, j + lag] tap_lag[j + lag, c]."""
+    query, key, log_decay, key_scale = memory
     batch, length, groups, _ = query.shape
     weights: dict[int, Tensor | None] = {0: None} if taps is None else dict(taps)
     width = max([log_decay.shape[2], *(t.shape[2] for t in (left, *weights.values()) if t is not None)]) // groups
@@ -38,7 +38,7 @@ def scalar_rows(
             for lag, tap in weights.items():
                 reading, writing = (of_group(weight, group, groups) for weight in (left, tap))
                 landing = None if writing is None else {0: writing}
-                ((_, decays),) = decayed.reduced_rows(factors, shape, reading, landing, blocks=[rows])
+                ((_, decays),) = decayed.reduced_rows(HeadMap(factors, shape, reading, landing), [rows])
                 total += functional.pad((scores * decays)[..., lag:], (0, min(lag, length)))
         yield total
 

@@ -4,13 +4,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from unilinattn.kernels import loops
 from unilinattn.kernels.scan import tiled
+from unilinattn.kernels.scan.memories import Diagonal
 from unilinattn.kernels.scan.tiled import scalar_scan, scalar_scan_adjoint
 from unilinattn.kernels.threads import in_pieces
 
@@ -18,34 +19,19 @@ __all__ = ["diagonal_scan", "diagonal_scan_adjoint", "scalar_scan", "scalar_scan
 
 
 def diagonal_scan(
-    query: Float[Tensor, "batch length groupq state"],
-    key: Float[Tensor, "batch length groupk state"],
-    log_decay: Float[Tensor, "batch length head staten"],
-    key_scale: Float[Tensor, "batch length head"] | None,
-    rate: Float[Tensor, "head state"] | None,
-    reset: Bool[Tensor, "batch length"] | None,
-    value: Float[Tensor, "batch length head channel"],
+    memory: Diagonal, value: Float[Tensor, "batch length head channel"]
 ) -> Float[Tensor, "batch length head channel"]:
-    """Run S_t = exp(g_t) S_{t-1} + k_t v_t^T forward in time and read y_t = S_t^T q_t; differentiable once."""
-    if not _is_selective(query, key, log_decay, key_scale, rate, value):
-        return tiled.diagonal_scan(query, key, log_decay, key_scale, rate, reset, value)
-    return _Scan.apply(query, key, log_decay, key_scale, rate, reset, value)
+    """Run a memory forward in time on values and read it at each token; differentiable once."""
+    return _Scan.apply(*memory, value) if _is_selective(memory, value) else tiled.diagonal_scan(memory, value)
 
 
 def diagonal_scan_adjoint(
-    query: Float[Tensor, "batch length groupq state"],
-    key: Float[Tensor, "batch length groupk state"],
-    log_decay: Float[Tensor, "batch length head staten"],
-    key_scale: Float[Tensor, "batch length head"] | None,
-    rate: Float[Tensor, "head state"] | None,
-    reset: Bool[Tensor, "batch length"] | None,
-    grad: Float[Tensor, "batch length head channel"],
+    memory: Diagonal, grad: Float[Tensor, "batch length head channel"]
 ) -> Float[Tensor, "batch length head channel"]:
     """Apply the transpose of `diagonal_scan`'s matrix: backward in time, queries write and keys read."""
-    factors = (query, key, log_decay, key_scale, rate)
-    if tiled.is_differentiated(*factors, grad) or not _is_selective(*factors, grad):
-        return tiled.diagonal_scan_adjoint(*factors, reset, grad)
-    return _adjoint(*factors, reset, grad)
+    if tiled.is_differentiated(*memory, grad) or not _is_selective(memory, grad):
+        return tiled.diagonal_scan_adjoint(memory, grad)
+    return _adjoint(*memory, grad)
 
 
 def state_elements(batch: int, length: int, channels: int, state: int) -> int:
@@ -97,26 +83,18 @@ def _adjoint(*inputs: Any) -> Tensor:
     return out
 
 
-def _is_selective(
-    query: Tensor, key: Tensor, log_decay: Tensor, key_scale: Tensor | None, rate: Tensor | None, value: Tensor
-) -> bool:
+def _is_selective(memory: Diagonal, value: Tensor) -> bool:
     """Whether the factors are float32 and those of S6: one decay, scale and channel per head, one query and key."""
+    query, key, log_decay, key_scale, rate, _ = memory
     if key_scale is None or rate is None:
         return False
     single = query.shape[2] == key.shape[2] == log_decay.shape[3] == value.shape[3] == 1
     return single and all(t.dtype == torch.float32 for t in (query, key, log_decay, key_scale, rate, value))
 
 
-def _arrays(
-    query: Tensor,
-    key: Tensor,
-    log_decay: Tensor,
-    key_scale: Tensor,
-    rate: Tensor,
-    reset: Tensor | None,
-    value: Tensor,
-) -> Iterator[tuple[NDArray[Any], ...]]:
-    """Yield the arrays of each sequence, as the compiled loops take them."""
+def _arrays(*inputs: Any) -> Iterator[tuple[NDArray[Any], ...]]:
+    """Yield the arrays of each sequence, of the factors and of the values, as the compiled loops take them."""
+    query, key, log_decay, key_scale, rate, reset, value = inputs
     reset = value.new_zeros(value.shape[:2], dtype=torch.bool) if reset is None else reset
     rate = rate.T.expand(len(value), -1, -1)
     query, key, log_decay, value = query.squeeze(2), key.squeeze(2), log_decay.squeeze(3), value.squeeze(3)

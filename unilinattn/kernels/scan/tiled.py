@@ -8,19 +8,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Inexact
+from jaxtyping import Float, Inexact
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from unilinattn.kernels.groups import of_heads, repeat_groups
+from unilinattn.kernels.scan.memories import ALL, Diagonal, Scalar
 from unilinattn.kernels.scan.pairs import fading, from_token, to_token
 from unilinattn.kernels.subnormal import decays, flushed, flushed_
 
-ALL = slice(None)
-
 CHUNK = 64
-"""Tokens per chunk, for which the quadratic part and the state between chunks cost about the same."""
+"""Tokens per chunk, for which the quadratic chunk and the state between chunks cost about the same."""
 
 STEPS = 16
 """Tokens whose states are in memory at a time for a diagonal decay, so that they stay in cache."""
@@ -123,124 +122,82 @@ class _Recurrence(torch.autograd.Function):
         return state_grad, crossed_grad.sum_to_size(crossed.shape), flow.sum_to_size(ctx.increment_shape), None
 
 
-def diagonal_factors(
-    query: Inexact[Tensor, "batch length groupq state"],
-    key: Inexact[Tensor, "batch length groupk state"],
-    log_decay: Inexact[Tensor, "batch length head staten"],
-    key_scale: Inexact[Tensor, "batch length head"] | None = None,
-    rate: Inexact[Tensor, "head state"] | None = None,
-    reset: Bool[Tensor, "batch length"] | None = None,
-    tokens: slice = ALL,
-    heads: slice = ALL,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return query, scaled key and log-decay of some tokens and heads, broadcastable to (batch, token, head, state).
-
-    The log-decay is -inf where a segment begins.
-    """
-    total = log_decay.shape[2]
-    query, key = (of_heads(factor[:, tokens], heads, total) for factor in (query, key))
-    decay = log_decay[:, tokens, heads]
-    if key_scale is not None:
-        key = key * key_scale[:, tokens, heads, None]
-    if rate is not None:
-        decay = decay * rate[heads]
-    if reset is not None:
-        decay = decay.masked_fill(reset[:, tokens, None, None], -torch.inf)
-    return query, key, decay
-
-
 def diagonal_scan(
-    query: Inexact[Tensor, "batch length groupq state"],
-    key: Inexact[Tensor, "batch length groupk state"],
-    log_decay: Inexact[Tensor, "batch length head staten"],
-    key_scale: Inexact[Tensor, "batch length head"] | None,
-    rate: Inexact[Tensor, "head state"] | None,
-    reset: Bool[Tensor, "batch length"] | None,
-    value: Inexact[Tensor, "batch length head channel"],
+    memory: Diagonal, value: Inexact[Tensor, "batch length head channel"]
 ) -> Inexact[Tensor, "batch length head channel"]:
-    """Run S_t = exp(g_t) S_{t-1} + k_t v_t^T forward in time and read y_t = S_t^T q_t."""
+    """Run a memory forward in time on values and read it at each token."""
     written = value.transpose(2, 3) if value.shape[3] == 1 else value
-    query, key, log_decay, key_scale, rate = _laid_out(query, key, log_decay, key_scale, rate, value.shape[3])
+    memory, length = _laid_out(memory, value.shape[3]), value.shape[1]
     state = value.new_zeros(1, 1, 1, 1)
     outputs = []
-    differentiated = is_differentiated(query, key, log_decay, key_scale, rate, written)
-    group = GROUP if differentiated and value.shape[1] > KEPT else value.shape[1]
-    for chunk_factors in cut(group, query, key, log_decay, key_scale, reset, written):
-        if group < value.shape[1]:
+    group = GROUP if is_differentiated(*memory, written) and length > KEPT else length
+    for chunk, vectors in _cut_memory(group, memory, written):
+        if group < length:
             # A long pass stores only vectors and recomputes its states for the gradient.
-            output, state = checkpoint(_group, state, rate, *chunk_factors, use_reentrant=False)
+            output, state = checkpoint(_group, state, chunk, vectors, use_reentrant=False)
         else:
-            output, state = _group(state, rate, *chunk_factors)
+            output, state = _group(state, chunk, vectors)
         outputs.append(output)
     return _back(torch.cat(outputs, dim=1), value)
 
 
-def _group(
-    state: Tensor,
-    rate: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    log_decay: Tensor,
-    key_scale: Tensor | None,
-    reset: Tensor | None,
-    value: Tensor,
-) -> tuple[Tensor, Tensor]:
+def _group(state: Tensor, memory: Diagonal, value: Tensor) -> tuple[Tensor, Tensor]:
     """Run `diagonal_scan` from a state over some tokens; return their outputs and the last state."""
     outputs = []
-    decay_room, room = _rooms(query, key, log_decay, key_scale, rate, value)
-    for q, k, g, scale, begins, v in cut(STEPS, query, key, log_decay, key_scale, reset, value):
-        v = v if scale is None else v * scale
-        states = recur(state, _step_decays(g, rate, begins, decay_room), k * v.unsqueeze(3), room)
-        outputs.append(_read(states, q))
+    decay_room, room = _rooms(memory, value)
+    for chunk, v in _cut_memory(STEPS, memory, value):
+        v = v if chunk.key_scale is None else v * chunk.key_scale
+        states = recur(state, _step_decays(chunk, decay_room), chunk.key * v.unsqueeze(3), room)
+        outputs.append(_read(states, chunk.query))
         # The next tokens reuse the same buffer.
         state = states[:, -1] if room is None else states[:, -1].clone()
     return torch.cat(outputs, dim=1), state
 
 
 def diagonal_scan_adjoint(
-    query: Inexact[Tensor, "batch length groupq state"],
-    key: Inexact[Tensor, "batch length groupk state"],
-    log_decay: Inexact[Tensor, "batch length head staten"],
-    key_scale: Inexact[Tensor, "batch length head"] | None,
-    rate: Inexact[Tensor, "head state"] | None,
-    reset: Bool[Tensor, "batch length"] | None,
-    grad: Inexact[Tensor, "batch length head channel"],
+    memory: Diagonal, grad: Inexact[Tensor, "batch length head channel"]
 ) -> Inexact[Tensor, "batch length head channel"]:
     """Apply the transpose of `diagonal_scan`'s matrix: backward in time, queries write and keys read."""
     # A write that all heads share is computed once.
     upstream = grad[:, :, :1] if grad.stride(2) == 0 else grad
     upstream = upstream.transpose(2, 3) if grad.shape[3] == 1 else upstream
-    query, key, log_decay, key_scale, rate = _laid_out(query, key, log_decay, key_scale, rate, grad.shape[3])
-    state, later = grad.new_zeros(1, 1, 1, 1), grad.new_ones(1, log_decay.shape[2], 1, log_decay.shape[4])
+    memory = _laid_out(memory, grad.shape[3])
+    state = grad.new_zeros(1, 1, 1, 1)
+    later = grad.new_ones(1, memory.log_decay.shape[2], 1, memory.log_decay.shape[4])
     outputs = []
-    decay_room, room = _rooms(query, key, log_decay, key_scale, rate, upstream)
-    for q, k, g, scale, begins, y in reversed(cut(STEPS, query, key, log_decay, key_scale, reset, upstream)):
-        step_decays = _step_decays(g, rate, begins, decay_room)
-        states = recur_back(state, step_decays, later, q * y.unsqueeze(3), None if room is None else room[:, 1:])
-        output = _read(states, k)
-        outputs.append(output if scale is None else output * scale)
+    decay_room, room = _rooms(memory, upstream)
+    for chunk, y in reversed(_cut_memory(STEPS, memory, upstream)):
+        step_decays = _step_decays(chunk, decay_room)
+        written = chunk.query * y.unsqueeze(3)
+        states = recur_back(state, step_decays, later, written, None if room is None else room[:, 1:])
+        output = _read(states, chunk.key)
+        outputs.append(output if chunk.key_scale is None else output * chunk.key_scale)
         # The next tokens reuse the same buffer.
         state, later = (t if room is None else t.clone() for t in (states[:, 0], step_decays[:, 0]))
     return _back(torch.cat(outputs[::-1], dim=1), grad)
 
 
-def _laid_out(
-    query: Tensor, key: Tensor, log_decay: Tensor, key_scale: Tensor | None, rate: Tensor | None, channels: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+def _laid_out(memory: Diagonal, channels: int) -> Diagonal:
     """Return the factors as (batch, length, head, state, channel), with size 1 along shared axes.
 
     With one channel per head, the head axis takes the place of the channel axis, as in the values, so that the
     innermost axis in memory is long. A key's scale has the axes of the values.
     """
-    heads = log_decay.shape[2]
-    query, key = (of_heads(factor, ALL, heads) for factor in (query, key))
-    scale = None if key_scale is None else key_scale.unsqueeze(3)
+    query, key, log_decay, scale, rate, reset = memory
+    query, key = (of_heads(factor, ALL, log_decay.shape[2]) for factor in (query, key))
+    scale = None if scale is None else scale.unsqueeze(3)
     if channels > 1:
         query, key, log_decay = (factor.unsqueeze(4) for factor in (query, key, log_decay))
-        return query, key, log_decay, scale, None if rate is None else rate.unsqueeze(2)
+        return Diagonal(query, key, log_decay, scale, None if rate is None else rate.unsqueeze(2), reset)
     query, key, log_decay = (factor.transpose(2, 3).unsqueeze(2) for factor in (query, key, log_decay))
     scale = None if scale is None else scale.transpose(2, 3)
-    return query, key, log_decay, scale, None if rate is None else rate.T.contiguous().unsqueeze(0)
+    return Diagonal(query, key, log_decay, scale, None if rate is None else rate.T.contiguous().unsqueeze(0), reset)
+
+
+def _cut_memory(size: int, memory: Diagonal, vectors: Tensor) -> list[tuple[Diagonal, Tensor]]:
+    """Split a memory and its values or gradients into parts of `size` tokens."""
+    by_token = memory._replace(rate=None)
+    return [(Diagonal(*factors)._replace(rate=memory.rate), chunk) for *factors, chunk in cut(size, *by_token, vectors)]
 
 
 def _back(
@@ -260,28 +217,23 @@ def _read(
     return (by * states).sum(3)
 
 
-def _step_decays(
-    log_decay: Inexact[Tensor, "batch token head #state #channel"],
-    rate: Inexact[Tensor, "#head state #channel"] | None,
-    reset: Bool[Tensor, "batch token"] | None,
-    room: Tensor | None = None,
-) -> Inexact[Tensor, "batch token head state channel"]:
+def _step_decays(memory: Diagonal, room: Tensor | None) -> Inexact[Tensor, "batch token head state channel"]:
     """Return the share of the state that each step keeps: exp(g), and 0 where a segment begins."""
-    out = None if room is None else room[:, : log_decay.shape[1]]
-    step_decays = decays(log_decay if rate is None else torch.mul(log_decay, rate, out=out), out)
-    return step_decays if reset is None else step_decays.masked_fill(reset[..., None, None, None], 0)
+    out = None if room is None else room[:, : memory.log_decay.shape[1]]
+    exponent = memory.log_decay if memory.rate is None else torch.mul(memory.log_decay, memory.rate, out=out)
+    step_decays = decays(exponent, out)
+    return step_decays if memory.reset is None else step_decays.masked_fill(memory.reset[..., None, None, None], 0)
 
 
-def _rooms(
-    query: Tensor, key: Tensor, log_decay: Tensor, key_scale: Tensor | None, rate: Tensor | None, value: Tensor
-) -> tuple[Tensor | None, Tensor | None]:
+def _rooms(memory: Diagonal, value: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """Return buffers for the decays and the states of some tokens, reused for the next tokens to stay in cache.
 
     Both are one buffer if they have the same size. It has one entry more than tokens: backward in time a state
     overwrites the decay of the next token. None if gradients need all of them.
     """
-    if is_differentiated(query, key, log_decay, key_scale, rate, value):
+    if is_differentiated(*memory, value):
         return None, None
+    query, key, log_decay, _, rate, _ = memory
     decay_shape = torch.broadcast_shapes(log_decay.shape, () if rate is None else rate.shape)
     state_shape = torch.broadcast_shapes(decay_shape, query.shape, key.shape, (*value.shape[:3], 1, value.shape[3]))
     steps = min(STEPS, value.shape[1]) + 1
@@ -296,46 +248,35 @@ def cut(size: int, *tensors: Tensor | None) -> list[tuple[Any, ...]]:
 
 
 def scalar_scan(
-    query: Float[Tensor, "batch length group state"],
-    key: Float[Tensor, "batch length group state"],
-    log_decay: Float[Tensor, "batch length head"],
-    value: Float[Tensor, "batch length head channel"],
+    memory: Scalar, value: Float[Tensor, "batch length head channel"]
 ) -> Float[Tensor, "batch length head channel"]:
-    """Apply tril (q_i . k_j) exp(G_i - G_j) to values, chunk by chunk (state-space duality's block form)."""
-    heads = log_decay.shape[-1]
-    state = value.new_zeros(value.shape[0], heads, query.shape[-1], value.shape[-1])
-    outputs = []
-    for q, k, g, v in zip(*(t.split(CHUNK, dim=1) for t in (query, key, log_decay, flushed(value))), strict=True):
-        begun, ahead, within = _fading(g)
-        scores = flushed_(repeat_groups(torch.einsum("bign,bjgn->bgij", q, k), heads, 1) * within)
-        q, k = repeat_groups(q, heads, 2), repeat_groups(k, heads, 2)
-        read = torch.einsum("bihn,bhnp->bihp", flushed_(q * begun.unsqueeze(-1)), state)
-        outputs.append(torch.einsum("bhij,bjhp->bihp", scores, v) + read)
-        write = flushed_(k * ahead.unsqueeze(-1))
-        state = flushed_(begun[:, -1, :, None, None] * state + torch.einsum("bjhn,bjhp->bhnp", write, v))
-    return torch.cat(outputs, dim=1)
+    """Apply tril (q_i . k_j) exp(G_i - G_j) s_j to values, chunk by chunk (state-space duality's block form)."""
+    return _scalar_pass(memory, memory.scaled(value), reverse=False)
 
 
 def scalar_scan_adjoint(
-    query: Float[Tensor, "batch length group state"],
-    key: Float[Tensor, "batch length group state"],
-    log_decay: Float[Tensor, "batch length head"],
-    grad: Float[Tensor, "batch length head channel"],
+    memory: Scalar, grad: Float[Tensor, "batch length head channel"]
 ) -> Float[Tensor, "batch length head channel"]:
     """Apply the transpose of `scalar_scan`'s matrix: the same chunks, from the last to the first."""
-    heads = log_decay.shape[-1]
-    state = grad.new_zeros(grad.shape[0], heads, query.shape[-1], grad.shape[-1])
+    return memory.scaled(_scalar_pass(memory, grad, reverse=True))
+
+
+def _scalar_pass(memory: Scalar, vectors: Tensor, *, reverse: bool) -> Tensor:
+    query, key, log_decay, _ = memory
+    heads, order = log_decay.shape[-1], -1 if reverse else 1
+    state = vectors.new_zeros(vectors.shape[0], heads, query.shape[-1], vectors.shape[-1])
     outputs = []
-    chunks = list(zip(*(t.split(CHUNK, dim=1) for t in (query, key, log_decay, flushed(grad))), strict=True))
-    for q, k, g, y in reversed(chunks):
+    for q, k, g, v in cut(CHUNK, query, key, log_decay, flushed(vectors))[::order]:
         begun, ahead, within = _fading(g)
         scores = flushed_(repeat_groups(torch.einsum("bign,bjgn->bgij", q, k), heads, 1) * within)
         q, k = repeat_groups(q, heads, 2), repeat_groups(k, heads, 2)
-        write = flushed_(k * ahead.unsqueeze(-1))
-        outputs.append(torch.einsum("bhij,bihp->bjhp", scores, y) + torch.einsum("bjhn,bhnp->bjhp", write, state))
-        read = flushed_(q * begun.unsqueeze(-1))
-        state = flushed_(begun[:, -1, :, None, None] * state + torch.einsum("bihn,bihp->bhnp", read, y))
-    return torch.cat(outputs[::-1], dim=1)
+        read, write = flushed_(q * begun.unsqueeze(-1)), flushed_(k * ahead.unsqueeze(-1))
+        if reverse:
+            scores, read, write = scores.mT, write, read
+        output = torch.einsum("bhij,bjhp->bihp", scores, v)
+        outputs.append(output + torch.einsum("bihn,bhnp->bihp", read, state))
+        state = flushed_(begun[:, -1, :, None, None] * state + torch.einsum("bjhn,bjhp->bhnp", write, v))
+    return torch.cat(outputs[::order], dim=1)
 
 
 def _fading(log_decay: Float[Tensor, "batch length head"]) -> tuple[Tensor, Tensor, Tensor]:
