@@ -102,7 +102,9 @@ def _scripted(packages: frozenset[str], loaded: int) -> tuple[Entry, ...]:
 
 
 def _scripted_in(attributes: dict[str, Any]) -> list[Entry]:
-    return [(attributes, name) for name, value in list(attributes.items()) if _is_scripted(value)]
+    # The call is only for the few of thousands of values that are of the type.
+    entries = list(attributes.items())
+    return [(attributes, name) for name, value in entries if type(value) is ScriptFunction and _is_scripted(value)]
 
 
 def _is_scripted(value: Any) -> bool:
