@@ -40,7 +40,13 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("alti", {"by_head": True, "heads": [1, 0]}),
     ("latim", {"heads": [0, 1]}),
 ]
-COMMON = [("raw", {"heads": "max", "target": -1}), ("raw", {"heads": "max", "scope": "unified"}), ("latim", {})]
+COMMON = [
+    ("raw", {"heads": "max"}),
+    ("raw", {"heads": "max", "target": -1}),
+    ("raw", {"heads": "max", "scope": "unified"}),
+    ("raw", {"heads": [0, 1], "scope": "mixer"}),
+    ("latim", {}),
+]
 
 
 def taken(trace: Trace, method: str, options: dict[str, Any], limit: int) -> tuple[int, bool]:
