@@ -132,6 +132,13 @@ def test_tokens_after_a_strong_decay_are_accurate(decay: float) -> None:
         compared(name, inputs, bound=3e-6)
 
 
+@SLOW
+def test_a_state_passes_through_a_whole_segment() -> None:
+    # The decays of the other tests leave nothing of a state after 32 tokens.
+    for inputs, name in ((diagonal(70, 1, heads=1), "diagonal_scan"), (scalar(70, columns=1), "scalar_scan")):
+        compared(name, {**inputs, "log_decay": -0.05 * torch.rand_like(inputs["log_decay"])})
+
+
 def test_a_low_precision_product_rounds_only_its_inputs() -> None:
     inputs = scalar(63)
     wide = tiled.scalar_scan(*(t.double() for t in inputs.values()))
