@@ -124,23 +124,26 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 	    | xargs .venv-docs/bin/python -m pip install -qq -c constraints.txt
 	@touch $@
 
+# The folder of an environment's packages: $$(ENVIRONMENT/bin/$(SITE))
+SITE := python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 # Packages that each of the other environments adds.
 fla_ADDS := flash-linear-attention==0.6.0 fla-core==0.6.0
 vision_ADDS := timm==1.0.31 torchvision==0.28.0
 setups_ADDS := torchao==0.18.0 bitsandbytes==0.50.2
-# The constraints hold the newest transformers: an older one replaces it, with its dependencies.
+# The constraints hold the newest transformers: an older one goes before it, with its dependencies.
 oldest_MENDS = .venv-oldest/bin/python -m pip install -qq transformers==5.6.2
 # Beside a CPU build of torch the CUDA build of torchvision cannot be imported.
 vision_MENDS = .venv-$*/bin/python -c "import torchvision" 2>/dev/null || cp tests/environments/torchvision_operators.py \
-    "$$(.venv-$*/bin/python -c 'import site; print(site.getsitepackages()[0])')/sitecustomize.py"
+    "$$(.venv-$*/bin/$(SITE))/sitecustomize.py"
 systems_MENDS = .venv-systems/bin/python -m pip install -qq --no-deps -r tools/systems_packages.txt && { $(vision_MENDS); }
 
 .venv-systems/.installed: tools/systems_packages.txt
 
+# The packages of .venv follow those that the environment adds, so that torch is installed once.
 .venv-%/.installed: $(STAMP)
-	@echo "Installing into .venv-$* (once, a few minutes)."
+	@echo "Installing into .venv-$* (once)."
 	@[ -x .venv-$*/bin/pip ] || $(BIN)/python -m venv .venv-$*
-	@.venv-$*/bin/python -m pip install -qq -c constraints.txt torch==2.13.0
-	@.venv-$*/bin/python -m pip install -qq -c constraints.txt -e ".[dev]" $($*_ADDS)
+	@echo "import site; site.addsitedir('$$($(BIN)/$(SITE))')" >"$$(.venv-$*/bin/$(SITE))/base.pth"
+	@$(if $($*_ADDS),.venv-$*/bin/python -m pip install -qq -c constraints.txt $($*_ADDS))
 	@$(or $($*_MENDS),true)
 	@touch $@

@@ -45,6 +45,8 @@ def sampled(*, typechecker: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def decorate(function: Any) -> Any:
         if not inspect.isfunction(function):
             return _jaxtyped(function, typechecker=typechecker)
+        if getattr(function, "__no_type_check__", False):
+            return function
         # An inner function is decorated at every call of the outer one: all of them have the code in common.
         calls, checked = _calls.setdefault(function.__code__, [0, 1]), None
 

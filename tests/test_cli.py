@@ -11,9 +11,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCau
 from transformers.utils import logging
 
 from unilinattn import cli
+from unilinattn.analysis import compare
 from unilinattn.cli import explain as explain_command
 from unilinattn.cli.arguments import METHODS
 from unilinattn.evaluation.checkpoints import load_checkpoint
+from unilinattn.evaluation.trained import Counts
 from unilinattn.examples import names
 from unilinattn.results.attribution import Attribution
 
@@ -76,6 +78,7 @@ def test_compare_needs_no_arguments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(compare, "Counts", lambda: Counts(accuracy=256, selection=1, scored=1))
     assert cli.main(["compare"]) == 0
     report = json.loads(Path("unilinattn-report/compare.json").read_text())
     rows = ["random", "recency", "primacy", *METHODS, "alti (composed)", "intervention"]

@@ -122,7 +122,7 @@ def test_each_variant_of_a_method_is_a_row() -> None:
 @pytest.mark.slow
 def test_recency_beats_rollout_and_attribution_on_linear_rnns() -> None:
     for model in ("mamba", "mamba2"):
-        found = compare_trained("induction", [model], ["rollout", "attribution", "alti"], Counts(accuracy=16))
+        found = compare_trained("induction", [model], ["rollout", "attribution", "alti"], FEW)
         for metric in ("ap", "hit_at_1"):
             scores = values(found, model, metric)
             for name in ("rollout", "attribution"):

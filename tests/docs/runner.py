@@ -1,7 +1,7 @@
 """Run programs, each in a separate process, and print the outputs of their blocks as JSON.
 
 Reads from standard input a list of programs {"folder": modules to import, "blocks": Python code}. The processes are
-forked after the imports that most of them share: unilinattn, and the hosts of the trained examples.
+forked after the imports that most of them share: matplotlib, and those of a trace of the trained examples.
 """
 
 import contextlib
@@ -12,9 +12,10 @@ import sys
 import tempfile
 import traceback
 
+import matplotlib.figure  # noqa: F401  takes a second
 import torch
 
-import unilinattn.testing  # noqa: F401  configures torch when it is imported
+import unilinattn.testing  # configures torch when it is imported
 from unilinattn.examples import load
 
 
@@ -47,8 +48,8 @@ def _printed(blocks: list[str]) -> list[str]:
 def main() -> None:
     """Run each program in a forked process, one after the other."""
     torch.set_num_threads(1)
-    for host in ("mamba", "mamba2"):
-        load("induction", host)
+    for host in ("mamba", "mamba2", "transformer"):
+        unilinattn.explain(load("induction", host), torch.arange(8)[None], progress=False)
     results = []
     for program in json.load(sys.stdin):
         reader, writer = os.pipe()

@@ -1,6 +1,7 @@
 """The weights that ship, against their records."""
 
 import pytest
+import torch
 
 from evidence import study
 from evidence.__main__ import WEIGHTS, recorded
@@ -10,6 +11,7 @@ from evidence.training import record
 MODELS = [(name, model) for name in recorded() for model in study(name).models]
 
 
+@torch.no_grad()
 @pytest.mark.parametrize(("name", "model"), MODELS)
 def test_shipped_weights_reach_their_recorded_accuracy(name: str, model: str) -> None:
     one = study(name)

@@ -1,4 +1,4 @@
-"""A tiny model around each class of `fla.layers`, in the configuration that its kernels accept on a CPU."""
+"""A tiny model around each class of `fla.layers` without an adapter, in a configuration for kernels on a CPU."""
 
 from typing import Any
 
@@ -8,37 +8,20 @@ from torch import Tensor, nn
 _WIDTH = 16
 _HEADS = dict(num_heads=2)
 _HEAD = dict(num_heads=2, head_dim=8)
-_MAMBA2 = dict(num_heads=4, head_dim=8, state_size=5, chunk_size=64)
 
 LAYERS: dict[str, dict[str, Any]] = {
     "ABCAttention": dict(**_HEADS, num_slots=4),
-    "Attention": _HEADS,
     "BasedLinearAttention": dict(**_HEADS, num_key_value_heads=2, feature_dim=16),
     "BitAttention": _HEADS,
-    "Comba": _HEAD,
     "CyclicFlowAttention": dict(**_HEAD, num_slots=16),
     "DeltaFormerAttention": dict(num_heads=1),
-    "DeltaNet": _HEADS,
-    "ForgettingAttention": _HEADS,
-    "GatedDeltaNet": _HEAD,
     "GatedDeltaNet2": _HEAD,
-    "GatedDeltaProduct": _HEAD,
-    "GatedLinearAttention": _HEADS,
-    "GatedSlotAttention": _HEADS,
-    "HGRN2Attention": dict(expand_ratio=8),
-    "HGRNAttention": {},
-    "KimiDeltaAttention": _HEAD,
-    "LightNetAttention": dict(expand_ratio=8),
-    "LinearAttention": _HEADS,
     "LogLinearMamba2": dict(num_heads=4, head_dim=8, state_size=64, backend="triton"),
-    "Mamba": dict(state_size=5, intermediate_size=32),
-    "Mamba2": _MAMBA2,
     "Mamba3": dict(head_dim=8, state_size=8),
     "MesaNet": _HEAD,
     "MoBA": dict(**_HEADS, moba_chunk_size=4, moba_topk=2),
     "MomAttention": dict(**_HEAD, num_memories=3, topk=2),
     "MomentumDeltaNet": _HEAD,
-    "MultiScaleRetention": _HEADS,
     "MultiheadLatentAttention": dict(
         num_heads=2, q_lora_rank=8, qk_rope_head_dim=4, kv_lora_rank=8, v_head_dim=8, qk_nope_head_dim=4, qk_head_dim=8
     ),
@@ -49,8 +32,6 @@ LAYERS: dict[str, dict[str, Any]] = {
     "Parallax": _HEADS,
     "PrecondGatedDeltaNet": _HEAD,
     "PrecondKDA": _HEAD,
-    "RWKV6Attention": dict(**_HEADS, proj_low_rank_dim=3, gate_low_rank_dim=4),
-    "RWKV7Attention": dict(head_dim=8, num_hidden_layers=2, layer_idx=0),
     "Raven": dict(**_HEADS, num_slots=4, topk=2, add_gumbel_noise=False),
     "ReBasedLinearAttention": dict(**_HEADS, num_key_value_heads=2, feature_dim=16),
     "RodimusAttention": dict(expand_ratio=4),

@@ -177,18 +177,6 @@ def test_float32_relevance_is_conserved() -> None:
     assert float((relevance.gap / relevance.size).max()) <= 1e-6
 
 
-def test_padding_has_no_relevance_and_does_not_change_it() -> None:
-    model, ids = mamba_model(), token_ids()
-    mask = torch.ones_like(ids)
-    mask[1, 9:] = 0
-    with promoted():
-        padded = ula.trace(model, {"input_ids": ids, "attention_mask": mask}, progress=False)
-        single = frozen(ula.trace(model, ids[1:, :9], progress=False), rule="half").shares(-1, 3)
-        relevance = frozen(padded, rule="half").shares(-1, 3)
-    assert bool((relevance.tokens[1, 9:] == 0).all())
-    assert torch.allclose(relevance.tokens[1, :9], single.tokens[0], rtol=1e-10)
-
-
 def test_the_culprit_of_a_gap_is_found_by_the_same_rule() -> None:
     run = frozen(ula.trace(mamba_model(), token_ids(), progress=False), rule="half")
     assert run.culprit() is None

@@ -24,7 +24,6 @@ pytestmark = pytest.mark.usefixtures("on_a_gpu", "poisoned")
         (3, 3, 2),
         (70, 70, 64),
         (70, 5, 100),
-        pytest.param(130, 130, 100, marks=pytest.mark.slow),
         pytest.param(63, 20, 16, marks=pytest.mark.slow),
     ],
 )

@@ -170,7 +170,7 @@ for model in (
     transformers.MambaForCausalLM(transformers.MambaConfig(**shape)),
     transformers.Mamba2ForCausalLM(transformers.Mamba2Config(**shape, head_dim=16, num_heads=8, n_groups=1)),
 ):
-    found = ula.trace(model.eval(), torch.randint(256, (1, 65536)), progress=False)
+    found = ula.trace(model.eval(), torch.randint(256, (1, 32768)), progress=False)
     open("/proc/self/clear_refs", "w").write("5")  # the highest use so far is forgotten
     before = used("VmRSS")
     ula.explain(found, method="logit", target=-1)
@@ -179,6 +179,6 @@ for model in (
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc's malloc_trim")
-def test_exact_shares_of_65536_tokens_take_half_a_gibibyte() -> None:
+def test_exact_shares_of_32768_tokens_take_a_quarter_of_a_gibibyte() -> None:
     growths = growths_of(FROZEN)
-    assert [0 < grown < 512 * MIB for grown in growths] == [True, True], growths
+    assert [0 < grown < 256 * MIB for grown in growths] == [True, True], growths

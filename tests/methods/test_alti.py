@@ -134,14 +134,6 @@ def test_a_rollout_without_residual_is_refused() -> None:
         alti(traced("mamba"), residual=False, compose="rollout")
 
 
-def test_a_target_selects_its_row() -> None:
-    for padding in ("none", "left", "right"):
-        host_trace = traced("mamba2", padding)
-        positions = host_trace.positions(-1)
-        whole = alti(host_trace).scores
-        assert close(alti(host_trace, target=-1).scores, whole[:, torch.arange(BATCH), positions])
-
-
 def test_activation_silu_is_the_split_of_the_paper() -> None:
     expected = [mixing(r.split_shares, r.residual, r.residual + r.output, "left") for r in references("mamba2", "left")]
     assert close(alti(traced("mamba2", "left"), activation="silu").scores, torch.stack(expected))

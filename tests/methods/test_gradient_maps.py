@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import unilinattn as ula
 from tests.hosts import named as host
 from tests.methods.explicit import FIVE, MIXERS, Explicit, detached
-from tests.methods.hosts import BATCH, HOSTS, close, inputs, leaking, real_map, traced
+from tests.methods.hosts import HOSTS, close, inputs, leaking, real_map, traced
 from unilinattn.errors import UncoveredError
 from unilinattn.methods import transformer_attribution
 from unilinattn.operator.flow import evaluated_by
@@ -139,20 +139,6 @@ def test_two_directions_add_up_before_the_clamp() -> None:
     assert torch.allclose(torch.cat(blocks, 1), expected, rtol=1e-5, atol=1e-7)
     apart = sum(product.clamp_min(0).mean(1) for product in products)
     assert float((apart - expected).abs().max()) > 1e-3 * float(expected.abs().max())
-
-
-@pytest.mark.parametrize("method", ["attention_grad", "transformer_attribution"])
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_rows_are_those_of_targets_with_padding(method: str, side: str) -> None:
-    host_trace = traced("mamba2", side)
-    with promoted():
-        every = ula.explain(host_trace, method=method)
-        for target in (0, -1):
-            one = ula.explain(host_trace, method=method, target=target)
-            place = host_trace.positions(target)
-            assert close(one.scores, every.scores[torch.arange(BATCH), place])
-    assert every.dims == ("batch", "query", "key")
-    assert not bool((every.scores * ~real_map(side)).any())
 
 
 def test_a_function_has_one_gradient_for_all_rows() -> None:

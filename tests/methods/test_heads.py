@@ -212,13 +212,6 @@ def test_alti_of_heads_scales_outputs_by_the_residual_multiplier() -> None:
     assert not close(result.scores[0], unscaled[:, 0])
 
 
-def test_padding_has_no_residual_either() -> None:
-    for options in ({"by_head": True}, {"heads": [0]}):
-        result = alti(traced("mamba2", "left"), **options)
-        real = real_tokens("left").expand_as(result.extras["residual"])
-        assert torch.equal(result.extras["residual"] > 0, real)
-
-
 @pytest.mark.parametrize("scope", ["core", "mixer", "unified"])
 @pytest.mark.parametrize("name", NAMES)
 def test_raw_is_the_map_of_each_head(name: str, scope: str) -> None:
@@ -240,29 +233,6 @@ def test_the_treatment_of_raw_applies_to_each_head(options: dict[str, Any]) -> N
     result = raw(traced("mamba2", "left"), by_head=True, **options)
     for head in range(4):
         assert close(result.scores[:, :, head], raw(traced("mamba2", "left"), heads=head, **options).scores)
-
-
-@pytest.mark.parametrize(
-    ("method", "options"),
-    [
-        (raw, {}),
-        (raw, {"normalize": "min-max", "heads": [1, 0]}),
-        (latim, {"p": 1}),
-        (latim, {"normalize": "min-max"}),
-        (latim, {"activation": "silu"}),
-        (alti, {}),
-    ],
-)
-@pytest.mark.parametrize("padding", ["none", "left"])
-def test_a_target_selects_its_row(method: Any, options: dict[str, Any], padding: str) -> None:
-    found = traced("mamba2", padding)
-    whole, row = method(found, by_head=True, **options), method(found, by_head=True, target=[-1, 2], **options)
-    positions = found.positions([-1, 2])
-    assert row.dims == ("layer", "batch", "head", "key")
-    for b, position in enumerate(positions.tolist()):
-        assert close(row.scores[:, b], whole.scores[:, b, :, position])
-        for name in set(whole.extras) - {"decomposition_error"}:
-            assert close(row.extras[name][:, b], whole.extras[name][:, b, position])
 
 
 @pytest.mark.parametrize("limit", [150_000, 300_000])

@@ -1,7 +1,6 @@
 """LaTIM against norms of the vectors that the papers define."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -129,20 +128,6 @@ def test_perturbed_contributions_give_other_scores(name: str) -> None:
     assert not close(scores, attention)
     with_residual = torch.stack([norms(add_diagonal(r, r.residual), 2, "none") for r in references(name)])
     assert not close(scores, with_residual)
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"bias": "query", "p": 1}, {"normalize": "min-max"}, {"normalize": "rows", "residual": True}]
-)
-@pytest.mark.parametrize("padding", ["none", "left", "right"])
-def test_a_target_selects_its_row(padding: str, options: dict[str, Any]) -> None:
-    trace = traced("mamba2", padding)
-    whole, row = latim(trace, **options), latim(trace, target=[-1, 2], **options)
-    positions = trace.positions([-1, 2])
-    assert row.dims == ("layer", "batch", "key")
-    assert close(row.scores, whole.scores[:, torch.arange(BATCH), positions])
-    if "bias" in whole.extras:
-        assert close(row.extras["bias"], whole.extras["bias"][:, torch.arange(BATCH), positions])
 
 
 def test_the_mean_over_layers_also_averages_the_bias() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+from transformers import LlamaConfig, LlamaForSequenceClassification
 
 import unilinattn as ula
 from tests.methods.hosts import HOSTS, inputs, traced
@@ -179,13 +179,3 @@ def test_the_answer_of_induction_is_ranked_first(model: str) -> None:
     best = result.scores.masked_fill(~earlier, -torch.inf).argmax(-1, keepdim=True)
     hits = batch.relevant.gather(-1, best).squeeze(-1)[asked]
     assert float(hits.float().mean()) >= 0.9
-
-
-def test_padding_of_a_plain_model_has_no_share() -> None:
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(_tiny()).eval()
-    ids = torch.randint(1, 11, (2, 7))
-    mask = torch.ones_like(ids)
-    mask[0, :3] = 0
-    result = ula.explain(model, {"input_ids": ids, "attention_mask": mask}, target=-1)
-    assert bool((result.scores[0, :3] == 0).all()) and bool((result.scores[0, 3:] != 0).all())

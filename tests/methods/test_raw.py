@@ -42,21 +42,6 @@ def test_layers_are_chosen_by_index_or_name(layers: list) -> None:
     assert len(result.kinds) == len(result.reconstruction_error) == 1
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"normalize": "min-max"}, {"discard": 0.5}, {"sign": "clamp", "normalize": "rows"}]
-)
-@pytest.mark.parametrize("padding", ["none", "left", "right"])
-def test_a_target_selects_its_row(padding: str, options: dict) -> None:
-    trace = traced("mamba2", padding)
-    whole, last = raw(trace, **options), raw(trace, target=-1, **options)
-    assert last.dims == ("layer", "batch", "key")
-    places = trace.positions(-1)
-    expected = torch.stack([whole.scores[:, b, place] for b, place in enumerate(places)], dim=1)
-    assert close(last.scores, expected)
-    mean = raw(trace, target=[1, 0], layers="mean", **options)
-    assert mean.dims == ("batch", "key")
-
-
 @pytest.mark.parametrize("sign", ["keep", "clamp", "abs"])
 def test_sign_applies_after_the_reduction_over_heads(sign: str) -> None:
     scores = raw(traced("mamba2"), sign=sign).scores

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.methods.hosts import BATCH, CASES, LENGTH, close, real_map, real_tokens, references, traced
+from tests.methods.hosts import BATCH, CASES, LENGTH, close, real_map, references, traced
 from unilinattn.methods import rollout
 from unilinattn.mixers import DiagonalDecay, ScalarDecay
 from unilinattn.mixers.base import CoreMixer
@@ -49,20 +49,6 @@ def test_perturbed_products_give_other_scores(name: str, padding: str) -> None:
     assert name == "s4d" or not close(scores, product([second, first], padding))
     assert not close(scores, product([first * 2, second], padding))
     assert not close(scores, product([first.transpose(2, 3), second.transpose(2, 3)], padding))
-
-
-@pytest.mark.parametrize("options", [{}, {"sign": "abs"}, {"normalize": "rows"}, {"heads": "max"}])
-@pytest.mark.parametrize(("name", "padding"), CASES)
-def test_a_target_selects_its_row_of_the_product(name: str, padding: str, options: dict) -> None:
-    trace = traced(name, padding)
-    whole = rollout(trace, **options).scores
-    for target in (0, -1, [3, -2]):
-        result = rollout(trace, target=target, **options)
-        assert result.dims == ("batch", "key")
-        for b in range(BATCH):
-            positions = real_tokens(padding)[b].nonzero().flatten()
-            position = positions[target if isinstance(target, int) else target[b]]
-            assert close(result.scores[b], whole[b, position])
 
 
 def test_the_row_of_a_target_needs_no_map(monkeypatch: pytest.MonkeyPatch) -> None:

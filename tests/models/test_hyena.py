@@ -6,15 +6,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.architectures import reference_recurrences
 from tests.models import checks
 from unilinattn.errors import InputError, OptionError
 from unilinattn.models.hyena import Hyena, MultiHyena
 from unilinattn.models.hyenadna import HyenaDNAForCausalLM
 from unilinattn.testing import relative_error
 
+definition = checks.of_one_stream(reference_recurrences.hyena)
+definition_of_heads = checks.of_one_stream(reference_recurrences.multi_hyena)
 
-def filter_values(state: dict[str, Tensor], length: int, shift: float) -> Tensor:
-    """FFN(features) times the window, (length, channels), layer by layer."""
+
+def filter_values(layer: Hyena, length: int) -> Tensor:
+    """FFN(features) times the window, (channels, length), layer by layer; the definitions take it from the layer."""
+    state = layer.state_dict()
     values = state["filter_fn.pos_emb.z"][0, :length]
     position = 0
     while f"filter_fn.implicit_filter.{position}.bias" in state:
@@ -24,35 +29,7 @@ def filter_values(state: dict[str, Tensor], length: int, shift: float) -> Tensor
         position += 2
     values = values @ state[f"filter_fn.implicit_filter.{position}.weight"].T
     window = torch.exp(-state["filter_fn.pos_emb.t"][0, :length] * state["filter_fn.modulation.deltas"][0].abs())
-    return values * (window + shift)
-
-
-def short_convolution(state: dict[str, Tensor], u: Tensor) -> Tensor:
-    """out_i = bias + sum_k w_k in_{i - (width - 1) + k}, tap by tap."""
-    weight = state["short_filter.weight"][:, 0]
-    width = weight.shape[-1]
-    padded = torch.cat([u.new_zeros(len(u), width - 1, u.shape[-1]), u], dim=1)
-    return state["short_filter.bias"] + sum(weight[:, k] * padded[:, k : k + u.shape[1]] for k in range(width))
-
-
-def long_convolution(u: Tensor, taps: Tensor) -> Tensor:
-    """y_i = sum_{j <= i} taps_{i-j} u_j, time on axis 1 of u and 0 of the taps."""
-    outputs = [sum(taps[i - j] * u[:, j] for j in range(i + 1)) for i in range(u.shape[1])]
-    return torch.stack(outputs, dim=1)
-
-
-def definition(layer: Hyena, x: Tensor) -> Tensor:
-    """Definition 3.1 in float64, with the skip of every convolution in the authors' code."""
-    state = {name: tensor.double() for name, tensor in layer.state_dict().items()}
-    order, width = layer.order, layer.d_model
-    projected = short_convolution(state, x.double() @ state["in_proj.weight"].T + state["in_proj.bias"])
-    gates, value = projected[..., : order * width].split(width, dim=-1), projected[..., order * width :]
-    values = filter_values(state, x.shape[1], layer.filter_fn.shift)
-    for n in range(order - 1):
-        channels = torch.arange(width) * (order - 1) + n
-        gated = gates[order - 1 - n] * value
-        value = long_convolution(gated, values[:, channels]) + state["filter_fn.bias"][channels] * gated
-    return (gates[0] * value) @ state["out_proj.weight"].T + state["out_proj.bias"]
+    return (values * (window + layer.filter_fn.shift)).mT
 
 
 @pytest.mark.parametrize("length", [1, 2, 23])
@@ -71,6 +48,7 @@ def test_the_layer_is_its_definition(length: int, options: dict[str, float]) -> 
     layer = Hyena(d_model=5, l_max=30, filter_order=8, **options).double()
     x = torch.randn(2, length, 5, dtype=torch.float64)
     assert relative_error(layer(x), definition(layer, x)) < 1e-11
+    assert relative_error(layer.filter_fn(length)[None], filter_values(layer, length)[None]) < 1e-11
 
 
 def test_a_perturbed_layer_differs_from_its_definition() -> None:
@@ -166,26 +144,12 @@ def test_the_smallest_published_hyenadna_loads_and_is_causal() -> None:
     assert difference[:, 12:].max() > 1e-3
 
 
-def outer_products(layer: MultiHyena, x: Tensor) -> Tensor:
-    """Multi-head Hyena as attention: alpha_ij = h_{i-j} q_i . k_j, with the skip on the diagonal."""
-    state = {name: tensor.double() for name, tensor in layer.state_dict().items()}
-    projected = short_convolution(state, x.double() @ state["in_proj.weight"].T + state["in_proj.bias"])
-    q, k, v = (part.unflatten(-1, (layer.num_heads, -1)) for part in projected.chunk(3, dim=-1))
-    length = x.shape[1]
-    taps = filter_values(state, length, layer.filter_fn.shift)
-    lag = torch.arange(length)[:, None] - torch.arange(length)
-    toeplitz = torch.where((lag >= 0)[..., None], taps[lag.clamp(min=0)], 0.0)
-    toeplitz = toeplitz + (lag == 0)[..., None] * state["filter_fn.bias"]
-    read = torch.einsum("ijh,bihn,bjhn,bjhp->bihp", toeplitz, q, k, v)
-    return read.flatten(2) @ state["out_proj.weight"].T + state["out_proj.bias"]
-
-
 @pytest.mark.parametrize("length", [1, 2, 23])
 @pytest.mark.parametrize("num_heads", [1, 2, 6])
 def test_several_heads_are_toeplitz_times_low_rank(length: int, num_heads: int) -> None:
     layer = MultiHyena(d_model=6, l_max=30, num_heads=num_heads, filter_order=8, shift=0.05).double()
     x = torch.randn(2, length, 6, dtype=torch.float64)
-    assert relative_error(layer(x), outer_products(layer, x)) < 1e-11
+    assert relative_error(layer(x), definition_of_heads(layer, x)) < 1e-11
 
 
 def test_as_many_heads_as_channels_are_hyena_of_order_two() -> None:

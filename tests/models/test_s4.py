@@ -1,12 +1,13 @@
 """S4D: the recurrence of its paper, state dicts, and its language model; `test_language_model` has padding."""
 
+import copy
 from dataclasses import asdict
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional
 
+from tests.architectures import recurrences
 from tests.models import checks
 from unilinattn.errors import OptionError
 from unilinattn.models import S4D, S4DConfig, S4DForCausalLM
@@ -14,25 +15,8 @@ from unilinattn.testing import relative_error
 
 
 def recurrence(layer: S4D, u: Tensor) -> Tensor:
-    """The layer, token by token in float64, from the continuous state space x' = A x + u, y = 2 Re C x + D u."""
-    state = {name: tensor.double() for name, tensor in layer.state_dict().items()}
-    dt = state["kernel.log_dt"].exp()
-    a = torch.complex(-state["kernel.log_A_real"].exp(), state["kernel.A_imag"])
-    c = torch.view_as_complex(state["kernel.C"])
-    # With u constant over a step, (x, u) is a linear system, whose matrix exponential is the exact step.
-    system = torch.zeros(*a.shape, 2, 2, dtype=a.dtype)
-    system[..., 0, 0] = a
-    system[..., 0, 1] = 1
-    step = torch.linalg.matrix_exp(system * dt[:, None, None, None])
-    x = torch.zeros(u.shape[0], *a.shape, dtype=a.dtype)
-    outputs = []
-    for token in u.double().unbind(1):
-        x = step[..., 0, 0] * x + step[..., 0, 1] * token[:, :, None]
-        outputs.append(2 * (c * x).sum(-1).real + state["D"] * token)
-    y = functional.gelu(torch.stack(outputs, dim=1))
-    weight, bias = state["output_linear.0.weight"][..., 0], state["output_linear.0.bias"]
-    carry, gate = (y @ weight.T + bias).chunk(2, dim=-1)
-    return carry * gate.sigmoid()
+    with torch.no_grad():
+        return recurrences.s4d(copy.deepcopy(layer).double(), u.double(), u.double(), torch.ones(u.shape[:2]))
 
 
 @pytest.mark.parametrize("length", [1, 2, 37, 130])

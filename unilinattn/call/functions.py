@@ -121,7 +121,10 @@ def _hiding(packages: frozenset[str], loaded: int) -> tuple[Entry, ...]:
 
 
 def _hiding_in(attributes: dict[str, Any]) -> list[Entry]:
-    return [(attributes, name) for name, value in list(attributes.items()) if _plain(value) is not None]
+    # The call is only for the few of thousands of values that may hide code.
+    entries = list(attributes.items())
+    may_hide = ((name, value) for name, value in entries if value is CHECKPOINT or type(value) is ScriptFunction)
+    return [(attributes, name) for name, value in may_hide if _plain(value) is not None]
 
 
 def _plain(value: Any) -> Callable[..., Any] | None:

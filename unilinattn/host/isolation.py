@@ -167,7 +167,9 @@ class Found:
         for attributes, before in self._objects:
             _restore_mapping(attributes, before)
         for container, copy in self._containers:
-            _restore(container, copy)
+            # Most of a module's ten tables of hooks are empty.
+            if container or copy:
+                _restore(container, copy)
         in_gradient_mode(False, self._restore_tensors)
         self._restored = True
 
@@ -197,9 +199,6 @@ def _copy(container: Any) -> Any:
 
 
 def _restore(container: Any, before: Any) -> None:
-    if not container and not before:
-        # Most of a module's ten tables of hooks.
-        return
     if isinstance(container, dict):
         _restore_mapping(container, before)
     elif isinstance(container, list):
