@@ -170,9 +170,12 @@ def recorded_stages(call: Call) -> Flow:
     if call.output is not None and call.output.shape == actual.shape:
         repeated = relative_error(actual.reshape(1, -1), call.output.reshape(1, -1))
         if not repeated <= RANDOM:
+            again = "again, as a module does that draws random numbers or keeps a state"
+            if module is not call.module:
+                again = f"in {call.input.dtype}, in which operators compute, so the host's numbers are not its formula's"
             raise UncoveredError(
                 f"{_named(call)}: for the same input it returns an output that differs by {repeated:.1e} when it runs "
-                "again, as a module does that draws random numbers or keeps a state."
+                f"{again}."
             )
     return flow
 
