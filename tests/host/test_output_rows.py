@@ -68,7 +68,7 @@ def test_one_number_for_each_sequence_is_one_logit(wrap: Callable[[Tensor], Any]
     with torch.no_grad():
         expected = Model.forward(model, inputs).logits[:, -1, 4].double()
     close(result.scores.double().sum(1) + result.extras["bias"], expected)
-    with pytest.raises(InputError, match="logit 1 is out of range: the model has logits 0 to 0"):
+    with pytest.raises(InputError, match="logit 1 is out of range: the model has one logit for each sequence, 0"):
         ula.explain(model, inputs, logit=1, progress=False)
 
 

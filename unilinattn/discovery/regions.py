@@ -258,17 +258,19 @@ _copies: "WeakKeyDictionary[nn.Module, tuple[str, nn.Module]]" = WeakKeyDictiona
 """The path of the forward with regions in each model, and a copy of the model with a module for each region."""
 
 
-def regional_model(model: nn.Module, arguments: Mapping[str, Any]) -> nn.Module | None:
+def regional_model(model: nn.Module, arguments: Mapping[str, Any], path: str | None = None) -> nn.Module | None:
     """Return a model that computes the same, in which regions of a forward that takes ids or pixels are modules.
 
-    It shares modules and weights with `model`, which stays as it is. None without a module that mixes tokens of ids in
-    its own forward. Runs the model four times.
+    The forward is that of the module at `path`, by default of the first one that calls a function by which tokens
+    usually mix. The copy shares modules and weights with `model`, which stays as it is. None without a module that
+    mixes tokens of ids in its own forward. Runs the model four times.
 
     Raises `UncoveredError` if what the forward computes depends on numbers of its tokens, or comes out otherwise.
     """
     seed = torch.get_rng_state()
-    if model not in _copies:
-        path = next(iter(probable_mixers(model, arguments)), ("", model))[0]
+    if model not in _copies or path not in (None, _copies[model][0]):
+        if path is None:
+            path = next(iter(probable_mixers(model, arguments)), ("", model))[0]
         _copies[model] = path, _copied(model, path)
     path, copied = _copies[model]
     inner = _refreshed(copied, model, path)

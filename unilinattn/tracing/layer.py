@@ -66,9 +66,7 @@ class Layer:
         assert record.architecture is not None and record.output is not None
         source, prefix = record.entered, record.prefix
         if source is None:
-            raise UncoveredError(
-                f"{name} was called without a (batch, length, channel) tensor; move what mixes to a module with one."
-            )
+            raise WithoutVectorsError(name)
         self.name, self.module, self._architecture = name, record.module, record.architecture
         self.kind, self.architecture = record.kind, record.architecture.name
         self.structure, self.seen = record.structure, tuple(record.seen)
@@ -331,6 +329,16 @@ class Layer:
         call = Call(self.module, self.name, self.arguments, x, self.output, self.seen, self.axes)
         with full_precision():
             return build_flow(self._architecture, call)
+
+
+class WithoutVectorsError(UncoveredError):
+    """A layer, such as one that looks up ids and mixes their vectors, has no tensor of tokens among its arguments."""
+
+    def __init__(self, layer: str) -> None:
+        self.layer = layer
+        super().__init__(
+            f"{layer} was called without a (batch, length, channel) tensor; move what mixes to a module with one."
+        )
 
 
 @dataclass(frozen=True)
