@@ -19,6 +19,10 @@ IDS = 4096
 """Largest number of ids that are embedded at once for the mean over a vocabulary."""
 
 
+FILLS = ("where", "masked_fill")
+"""Names of functions that put a number in the place of some ids."""
+
+
 @dataclass(frozen=True)
 class Lookup:
     """Turns each id into its vector: an embedding module, or a lookup in a table outside of such a module.
@@ -55,15 +59,22 @@ class TokenIds:
         """Tell whether a call of a torch function looks the ids up in a table.
 
         Call it for every function of the run: a result with the numbers of the ids, as of a clamp or another dtype, is
-        followed as the ids.
+        followed as the ids, also if one number takes the place of some, such as of those that mark an image.
         """
         if function is functional.embedding:
             return len(args) > 1 and self.is_ids(args[0])
         if isinstance(result, Tensor) and not result.is_floating_point() and result.numel() == self.shape.numel():
             copies = any(map(self.is_ids, args)) and not self.is_ids(result)
-            if copies and torch.equal(self._tensors[0].flatten(), result.flatten()):
+            if copies and self._same_numbers(result, but_for_one=getattr(function, "__name__", "") in FILLS):
                 self._tensors.append(result)
         return False
+
+    def _same_numbers(self, result: Tensor, *, but_for_one: bool) -> bool:
+        ids, numbers = self._tensors[0].flatten(), result.flatten()
+        if torch.equal(ids, numbers):
+            return True
+        others = numbers[ids != numbers]
+        return but_for_one and len(others) < len(ids) and bool((others == others[0]).all())
 
     def by_token(self, vectors: Float[Tensor, "*axes channel"]) -> Float[Tensor, "batch token channel"]:
         """Return vectors of the ids, which a host may have flattened, by sequence and token."""

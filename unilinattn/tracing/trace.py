@@ -18,6 +18,7 @@ from unilinattn.discovery.regions import regional_model
 from unilinattn.errors import OptionError, UncoveredError, UnknownArchitectureError
 from unilinattn.host.image import image_tokens, is_image, processed
 from unilinattn.host.choices import choices_as_sequences
+from unilinattn.host.decoder import with_decoder_ids
 from unilinattn.host.inputs import host_arguments, token_ids
 from unilinattn.host.isolation import in_gradient_mode
 from unilinattn.host.logits import Logit, plain_sizes, positions_of
@@ -261,6 +262,7 @@ def trace(
         text = tokenized(inputs, tokenizer)
     # The caller may write into the tensors before a gradient runs the model on them again.
     arguments = in_gradient_mode(False, lambda: tree_map_only(Tensor, torch.clone, host_arguments(model, inputs)))
+    arguments = with_decoder_ids(model, arguments)
 
     def built(model: nn.Module) -> Trace:
         if stream_to is None:
