@@ -147,7 +147,12 @@ def recorded_stages(call: Call) -> Flow:
     if reason is not None:
         chains = _whole(call, module, arguments, inputs, factors, reason, transposed=transposed) or chains
     if chains is None:
-        raise UncoveredError(f"{_named(call)}: {reason}.")
+        batch, length = call.input.shape[:2]
+        square = (
+            f" Its input has {batch} sequences of {length} tokens: if tokens come before sequences in it, trace another "
+            "number of sequences, which tells them apart."
+        )
+        raise UncoveredError(f"{_named(call)}: {reason}.{square if batch == length > 1 else ''}")
     flow = _flow(call, chains, inputs, transposed=transposed)
     flow.is_recorded = True
     expected = _output(call, output, transposed=transposed)
