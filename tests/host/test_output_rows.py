@@ -90,12 +90,20 @@ def test_a_tensor_with_a_logit_for_each_id_has_logits(wrap: Callable[[Tensor], A
 @pytest.mark.parametrize(
     ("read", "message"),
     [
-        (lambda logits: logits[..., :8], r"\(2, 5, 8\) that it returns would be logits if its last axis had one for each"),
-        (lambda logits: (logits[:, -1:], None), r"have 2 sequences of 5 tokens.* such as lambda out: out\[0\]\[:, 0, 1\]"),
+        (
+            lambda logits: logits[..., :8],
+            r"\(2, 5, 8\) that it returns would be logits if its last axis had one for each",
+        ),
+        (
+            lambda logits: (logits[:, -1:], None),
+            r"have 2 sequences of 5 tokens.* such as lambda out: out\[0\]\[:, 0, 1\]",
+        ),
         (lambda logits: logits[:, -1:], r"such as lambda out: out\[:, 0, 1\]"),
     ],
 )
-def test_another_tensor_has_no_logits_and_the_error_names_its_shape(read: Callable[[Tensor], Any], message: str) -> None:
+def test_another_tensor_has_no_logits_and_the_error_names_its_shape(
+    read: Callable[[Tensor], Any], message: str
+) -> None:
     with pytest.raises(InputError, match=message):
         ula.explain(Plain(read), torch.randint(9, (2, 5)), logit=1, target=-1, progress=False)
 

@@ -1,4 +1,4 @@
-"""Rows of vectors are windows, or tokens before sequences, by what moves with them and not by the sizes of their axes."""
+"""Rows of vectors are windows, or tokens before sequences, by what moves with them and not by their sizes."""
 
 import pytest
 import torch

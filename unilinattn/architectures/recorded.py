@@ -149,8 +149,8 @@ def recorded_stages(call: Call) -> Flow:
     if chains is None:
         batch, length = call.input.shape[:2]
         square = (
-            f" Its input has {batch} sequences of {length} tokens: if tokens come before sequences in it, trace another "
-            "number of sequences, which tells them apart."
+            f" Its input has {batch} sequences of {length} tokens: if tokens come before sequences in it, trace "
+            "another number of sequences, which tells them apart."
         )
         raise UncoveredError(f"{_named(call)}: {reason}.{square if batch == length > 1 else ''}")
     flow = _flow(call, chains, inputs, transposed=transposed)

@@ -29,7 +29,7 @@ def choices_as_sequences(model: nn.Module, inputs: Any) -> tuple[nn.Module, Any]
 
     Raises `InputError` for ids with three axes of a model that does not score each choice by its own tokens.
     """
-    ids = inputs.get(IDS) if isinstance(inputs, Mapping) else inputs
+    ids: Any = inputs.get(IDS) if isinstance(inputs, Mapping) else inputs
     is_bare = isinstance(inputs, Tensor) and getattr(model, "main_input_name", None) == IDS
     whole = isinstance(ids, Tensor) and not ids.is_floating_point() and ids.dtype != torch.bool
     if not whole or ids.ndim != 3 or not ids.numel() or not (is_bare or isinstance(inputs, Mapping)):

@@ -26,7 +26,7 @@ class _Ids(Observer[None]):
     def frame(self, path: str, module: nn.Module, inputs: Inputs) -> None:
         """Note the ids of a call."""
         if self.ids is None and self.stack and IDS in inspect.signature(type(module).forward).parameters:
-            ids = bound_arguments(module, *inputs).get(IDS)
+            ids: Any = bound_arguments(module, *inputs).get(IDS)
             if is_ids(ids) and len(ids) == len(self._encoded) and not torch.equal(ids, self._encoded):
                 self.ids = ids.detach().clone()
 

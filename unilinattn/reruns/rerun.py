@@ -18,7 +18,7 @@ from unilinattn.tracing.trace import Trace
 
 @dataclass(frozen=True)
 class Rerun:
-    """The output of a run, its (batch, length), the positions whose logits it holds, None for all, and `plain_sizes`."""
+    """The output of a run, its (batch, length), the positions of its logits, None for all, and its `plain_sizes`."""
 
     output: Any
     tokens: tuple[int, int]

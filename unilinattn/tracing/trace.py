@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_map_only
 from unilinattn.call.nested import tensors
 from unilinattn.discovery.regions import regional_model
 from unilinattn.errors import OptionError, UncoveredError, UnknownArchitectureError
-from unilinattn.host.image import image_tokens, is_image, processed
 from unilinattn.host.choices import choices_as_sequences
 from unilinattn.host.decoder import with_decoder_ids
+from unilinattn.host.image import image_tokens, is_image, processed
 from unilinattn.host.inputs import host_arguments, token_ids
 from unilinattn.host.isolation import in_gradient_mode
 from unilinattn.host.logits import Logit, plain_sizes, positions_of
@@ -222,8 +222,9 @@ def trace(
     Args:
         model: the host model.
         inputs: a text or an image or a list of either, a tensor of ids or pixels, or a mapping of the host's keyword
-            arguments. Ids (batch, choice, length) of a model that returns a logit for each choice are a sequence for each
-            choice, (batch * choice, length). An image is a PIL image, which is converted to RGB, or a uint8 array (height, width, 3).
+            arguments. An image is a PIL image, which is converted to RGB, or a uint8 array (height, width, 3). Ids
+            (batch, choice, length) of a model that returns a logit for each choice are (batch * choice) sequences, and
+            an encoder-decoder that makes its decoder's ids of those of its encoder is given them.
         tokenizer: the tokenizer of texts, such as `transformers.AutoTokenizer.from_pretrained` returns.
         processor: the processor of images: an image processor of transformers, or a callable from a PIL image to a
             tensor (channel, height, width), such as timm's `create_transform` returns.
