@@ -4,13 +4,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 
 import unilinattn as ula
 from tests.tracing.models import VOCABULARY, Output
 from unilinattn.errors import UncoveredError
-from unilinattn.testing import relative_error
+from unilinattn.testing import left_as_found, relative_error
+from unilinattn.testing.hosts import randomize
 from unilinattn.testing.state import differences, model_state
 
 WIDTH, HEADS, DEPTH = 8, 2, 2
@@ -344,3 +346,29 @@ def test_a_forward_that_is_no_fixed_sequence_of_calls_is_refused(build: Callable
         ula.trace(model, ids())
     assert nn.Module.__call__ is call
     assert not any("region" in path for path, _ in model.named_modules())
+
+
+def test_a_module_that_mixes_the_vectors_it_looks_up_is_a_region() -> None:
+    config = transformers.MobileBertConfig(
+        vocab_size=40,
+        hidden_size=16,
+        embedding_size=8,
+        intra_bottleneck_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=24,
+        max_position_embeddings=32,
+    )
+    model = randomize(transformers.MobileBertForMaskedLM(config)).double().eval()
+    inputs = torch.randint(1, 40, (2, 7), generator=torch.Generator().manual_seed(0))
+    with left_as_found(model):
+        trace = ula.trace(model, inputs)
+    assert [layer.name for layer in trace.layers] == [
+        "mobilebert.embeddings.region_0",
+        *(f"mobilebert.encoder.layer.{number}.attention" for number in range(2)),
+    ]
+    # Each vector is joined by those of its neighbours.
+    joined = trace.layers[0].operator.contributions(3).any(-1)
+    assert joined.tolist() == [[False, False, True, True, True, False, False]] * 2
+    assert max(layer.reconstruction_error() for layer in trace.layers) < 1e-12
+    assert ula.explain(trace, target=-1).completeness_gap < 1e-12

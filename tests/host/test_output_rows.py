@@ -68,8 +68,44 @@ def test_one_number_for_each_sequence_is_one_logit(wrap: Callable[[Tensor], Any]
     with torch.no_grad():
         expected = Model.forward(model, inputs).logits[:, -1, 4].double()
     close(result.scores.double().sum(1) + result.extras["bias"], expected)
-    with pytest.raises(InputError, match="logit 1 is out of range: the model has logits 0 to 0"):
+    with pytest.raises(InputError, match="logit 1 is out of range: the model has one logit for each sequence, 0"):
         ula.explain(model, inputs, logit=1, progress=False)
+
+
+@pytest.mark.parametrize("wrap", [lambda value: value, lambda value: (value, None)])
+@pytest.mark.parametrize("method", ["logit", "occlusion", "gradient", "attribution"])
+def test_a_tensor_with_a_logit_for_each_id_has_logits(wrap: Callable[[Tensor], Any], method: str) -> None:
+    torch.manual_seed(0)
+    model = Plain(wrap).double()
+    inputs = torch.randint(9, (2, 5))
+    assert ula.explain(model, inputs, target=-1, progress=False).method == "logit"
+    result = ula.explain(model, inputs, method=method, target=-1, progress=False)
+    entry = Plain(lambda logits: {"logits": logits}).double()
+    entry.load_state_dict(model.state_dict())
+    expected = ula.explain(entry, inputs, method=method, target=-1, progress=False)
+    torch.testing.assert_close(result.scores, expected.scores, rtol=0, atol=0)
+    assert method != "logit" or result.completeness_gap < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("read", "message"),
+    [
+        (
+            lambda logits: logits[..., :8],
+            r"\(2, 5, 8\) that it returns would be logits if its last axis had one for each",
+        ),
+        (
+            lambda logits: (logits[:, -1:], None),
+            r"have 2 sequences of 5 tokens.* such as lambda out: out\[0\]\[:, 0, 1\]",
+        ),
+        (lambda logits: logits[:, -1:], r"such as lambda out: out\[:, 0, 1\]"),
+    ],
+)
+def test_another_tensor_has_no_logits_and_the_error_names_its_shape(
+    read: Callable[[Tensor], Any], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        ula.explain(Plain(read), torch.randint(9, (2, 5)), logit=1, target=-1, progress=False)
 
 
 def yolos() -> tuple[nn.Module, dict[str, Tensor]]:

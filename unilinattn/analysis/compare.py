@@ -21,7 +21,6 @@ from unilinattn.evaluation.plan import Plan
 from unilinattn.evaluation.table import PARTS, Table
 from unilinattn.evaluation.trained import CORRELATION, INTERVENTION, Counts, Intervention, known_samples
 from unilinattn.examples.tasks import HELD_OUT_SEED
-from unilinattn.host.logits import has_logits, logits_of
 from unilinattn.memory import max_memory as limited_to
 from unilinattn.methods.run import COMPOSED
 from unilinattn.progress import bars
@@ -220,7 +219,7 @@ class _Recorder(Observer):
         if self._unit == "text" and length < 2:
             raise InputError("it has 1 token; two or more are needed, the last of which is explained.")
         is_image = self._unit == "image"
-        if is_image and not (has_logits(trace.output) and logits_of(trace.output, trace.model).ndim == 2):
+        if is_image and not (trace.explained_logit.exists and trace.explained_logit.logits.ndim == 2):
             raise InputError(f"{trace.model} returns no logits of classes, whose prediction could be explained.")
         if not self._batches:
             self.first, self.layers = trace, unique(layer.name for layer in trace.layers)

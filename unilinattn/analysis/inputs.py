@@ -13,7 +13,6 @@ from unilinattn.evaluation.readers import image_files, open_image, with_patches
 from unilinattn.evaluation.samples import Sample
 from unilinattn.host.image import is_image, processed
 from unilinattn.host.inputs import pixels
-from unilinattn.host.logits import logits_of
 from unilinattn.tracing.trace import Trace
 
 
@@ -82,7 +81,7 @@ def samples_of(
 
 def prediction(trace: Trace) -> str:
     """Return the label and the probability of the class that a model predicts."""
-    shares = logits_of(trace.output, trace.model)[0].softmax(-1)
+    shares = trace.explained_logit.logits[0].softmax(-1)
     index = int(shares.argmax())
     labels = getattr(getattr(trace.host, "config", None), "id2label", None) or {}
     return f"{labels.get(index, f'class {index}')} ({float(shares[index]):.0%})"

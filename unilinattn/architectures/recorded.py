@@ -157,7 +157,12 @@ def recorded_stages(call: Call) -> Flow:
     if reason is not None and not is_live:
         chains = _whole(call, module, arguments, inputs, factors, reason, transposed=transposed) or chains
     if chains is None:
-        raise UncoveredError(f"{_named(call)}: {reason}.")
+        batch, length = call.input.shape[:2]
+        square = (
+            f" Its input has {batch} sequences of {length} tokens: if tokens come before sequences in it, trace "
+            "another number of sequences, which tells them apart."
+        )
+        raise UncoveredError(f"{_named(call)}: {reason}.{square if batch == length > 1 else ''}")
     flow = _flow(call, chains, inputs, transposed=transposed)
     flow.is_recorded = True
     expected, actual = _output(call, output, transposed=transposed).detach(), flow.value.detach()
@@ -172,7 +177,9 @@ def recorded_stages(call: Call) -> Flow:
         if not repeated <= RANDOM:
             again = "again, as a module does that draws random numbers or keeps a state"
             if module is not call.module:
-                again = f"in {call.input.dtype}, in which operators compute, so the host's numbers are not its formula's"
+                again = (
+                    f"in {call.input.dtype}, in which operators compute, so the host's numbers are not its formula's"
+                )
             raise UncoveredError(
                 f"{_named(call)}: for the same input it returns an output that differs by {repeated:.1e} when it runs "
                 f"{again}."

@@ -24,6 +24,7 @@ from unilinattn.host.module_calls import CallRecord, first_tensor
 from unilinattn.host.observer import Functions, Inputs, Observer
 from unilinattn.host.recorder import MAIN, captured, main_tensor
 from unilinattn.host.run import run
+from unilinattn.host.windows import are_windows
 from unilinattn.registry import visible_functions
 
 
@@ -36,6 +37,7 @@ class _Call:
         block: that of the innermost call around it of a module in a list, which takes the model's sequences; 0 without.
         mixes: whether a function mixes in it, outside of the layers in it.
         attends: whether a function that is no convolution does.
+        batch: the number of sequences of the model; None for windows, whose rows are no sequences.
         first: the number of the first layer in it, 0 without.
         streams: the calls in it that mix, and would be layers but for being a part of this one.
         is_part: whether it is a layer because the module around it holds others.
@@ -49,6 +51,7 @@ class _Call:
     number: int
     block: int
     tensor: Tensor | None
+    batch: int | None
     mixes: bool = False
     attends: bool = False
     holds_layer: bool = False
@@ -167,7 +170,7 @@ class _Search(Observer[_Call]):
         x = first_tensor((*args, *kwargs.values()))
         is_block = path.rpartition(".")[2].isdigit() and x is not None and x.shape[0] == self._batch
         block = self._count if is_block else self.stack[-1].block if self.stack else 0
-        call = _Call(path, module, inputs, self._count, block, x)
+        call = _Call(path, module, inputs, self._count, block, x, self._batch)
         if path in self._layers:
             self._first = self._first or call.block or call.number
             for outer in self.stack:
@@ -272,6 +275,9 @@ class _Search(Observer[_Call]):
         if x is None or result.ndim < 3 or not result.is_floating_point():
             return False
         batch = self._batch
+        with self._trial():
+            if are_windows(frame.module, frame.inputs, x, result, batch):
+                frame.windowed, frame.batch = True, None
         for tensor in (x, result):
             if batch not in (tensor.shape[0], tensor.shape[1] if tensor.ndim == 3 else None):
                 if not batch or tensor.shape[0] % batch:
@@ -284,14 +290,24 @@ class _Search(Observer[_Call]):
         axes = axes_of(frame.module, x, result)
         if is_image or axes is None:
             return False
-        if frame.windowed and not frame.attends and self._length(result, axes.output) == 1:
+        if frame.windowed and not frame.attends and self._length(frame, result, axes.output) == 1:
             # Each piece of a signal becomes a token.
             return False
         # One more axis, which is none of rows and columns of the tokens, has heads.
-        return result.ndim <= x.ndim or self._length(result, axes.output) == self._length(x, axes.inputs)
+        return result.ndim <= x.ndim or self._length(frame, result, axes.output) == self._length(frame, x, axes.inputs)
 
-    def _length(self, x: Tensor, axis: int) -> int:
-        return as_tokens(x, self._batch, axis).shape[1]
+    @staticmethod
+    def _length(frame: _Call, x: Tensor, axis: int) -> int:
+        return as_tokens(x, frame.batch, axis).shape[1]
+
+    @contextmanager
+    def _trial(self) -> Iterator[None]:
+        """Call a module again, which is no call of the run."""
+        self._trying = True
+        try:
+            yield
+        finally:
+            self._trying = False
 
     def _moves_others(self, frame: _Call, result: Tensor) -> bool:
         """Tell whether other tokens of a module's output move with some tokens of a tensor that it reads."""
@@ -304,16 +320,18 @@ class _Search(Observer[_Call]):
         return all(self._moves_along(frame, x, result, each) for each in (axes, *others))
 
     def _moves_along(self, frame: _Call, x: Tensor, result: Tensor, axes: Axes) -> bool:
-        length = self._length(x, axes.inputs)
-        if length < 2 or self._length(result, axes.output) != length:
+        length = self._length(frame, x, axes.inputs)
+        if length < 2 or self._length(frame, result, axes.output) != length:
             return length > 1
         # A cross attention reads the tokens of another tensor.
         tensors = (v for v in frame.values if isinstance(v, Tensor) and v.is_floating_point() and v.ndim == x.ndim)
         streams = {id(v): v for v in (x, *tensors) if self._batch in v.shape[:2] or len(v) == len(x)}
-        return any(self._moves(frame, result, v, axes) for v in streams.values() if self._length(v, axes.inputs) > 1)
+        return any(
+            self._moves(frame, result, v, axes) for v in streams.values() if self._length(frame, v, axes.inputs) > 1
+        )
 
     def _moves(self, frame: _Call, result: Tensor, x: Tensor, axes: Axes) -> bool:
-        tokens = as_tokens(x, self._batch, axes.inputs)
+        tokens = as_tokens(x, frame.batch, axes.inputs)
         length = tokens.shape[1]
         generator = torch.Generator().manual_seed(0)
         half = torch.randperm(length, generator=generator, device="cpu") < length // 2
@@ -325,16 +343,14 @@ class _Search(Observer[_Call]):
             tuple(moved if v is x else v for v in frame.inputs[0]),
             {name: moved if v is x else v for name, v in frame.inputs[1].items()},
         )
-        self._trying = True
         try:
-            after = main_tensor(frame.module.forward(*args, **kwargs))
+            with self._trial():
+                after = main_tensor(frame.module.forward(*args, **kwargs))
         except (RuntimeError, ValueError, TypeError, IndexError):
             return True
-        finally:
-            self._trying = False
         if after is None or after.shape != result.shape:
             return True
-        before, after = (as_tokens(t, self._batch, axes.output) for t in (result, after))
+        before, after = (as_tokens(t, frame.batch, axes.output) for t in (result, after))
         if before.shape[1] == length:
             before, after = before[:, ~half], after[:, ~half]
         allowed = TOLERANCE.get(result.dtype, 0.05)

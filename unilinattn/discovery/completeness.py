@@ -23,9 +23,10 @@ from torch import Tensor, nn
 from unilinattn.call.axes import as_tokens, in_shape
 from unilinattn.call.nested import mapped, tensors
 from unilinattn.discovery.changes import ATTENTION, Entry, Shape, elements, lines, rows, sample
+from unilinattn.discovery.halves import half_of, windows_of
 from unilinattn.discovery.mixing import mixes_tokens
 from unilinattn.discovery.perturbation import TOLERANCE, Call, Constants, Run, noisy, rotated, special_ids
-from unilinattn.host.inputs import call_host, ids_name, is_ids, real_tokens
+from unilinattn.host.inputs import call_host, ids_name, is_ids, real_tokens, sequences_in
 from unilinattn.host.logits import logits_in
 from unilinattn.host.module_calls import CallRecord
 from unilinattn.host.observer import Functions, Inputs
@@ -75,7 +76,8 @@ def find_leak(
     lengths = {length for _, length in streams}
     # Ids of as many tokens in another batch are several for each token, such as those of codebooks.
     ids = {tuple(x.shape) for name, x in arguments.items() if _is_ids(name, arguments) and x.shape[1] not in lengths}
-    halves = {shape: _half(shape) for shape in sorted(streams | ids) if shape[0] * shape[1] > 1}
+    windows = windows_of([record.entered for record in layers], sequences_in(arguments))
+    halves = {shape: half_of(shape, windows.get(shape)) for shape in sorted(streams | ids) if prod(shape) > 1}
     perturbed = [_Tokens(model, shape, half, shapes) for shape, first in halves.items() for half in (first, ~first)]
     # Without ids, what comes before the first block makes tokens of a signal.
     has_ids = any(_is_ids(name, arguments) for name in arguments)
@@ -369,13 +371,6 @@ def _block_of(layer: CallRecord) -> str | None:
     names = layer.name.split(".")
     blocks = [count for count, name in enumerate(names, 1) if name.isdigit()]
     return ".".join(names[: blocks[-1]]) if blocks else None
-
-
-def _half(shape: Shape) -> Bool[Tensor, "batch token"]:
-    """Return a random half of the tokens of all sequences, so that mixing over the batch is seen too."""
-    count = shape[0] * shape[1]
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(0), device="cpu")
-    return (order < count // 2).reshape(shape)
 
 
 def _is_signal(name: str, x: Any, streams: Collection[Shape]) -> bool:

@@ -181,12 +181,13 @@ def region_name(number: int) -> str:
     return f"region_{number}"
 
 
-def _forward_of(cls: type[nn.Module]) -> Callable[..., Any]:
-    """Return a forward that calls the regions as modules."""
+def _forward_of(model: nn.Module) -> Callable[..., Any]:
+    """Return the forward of a model, by its copy, that calls the regions as modules."""
+    plain = getattr(vars(model).get("forward"), "__func__", type(model).forward)
 
-    @wraps(cls.forward)
+    @wraps(plain)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        host = partial(cls.forward, self, *args, **kwargs)
+        host = partial(plain, self, *args, **kwargs)
         recorded = _recorded(self, host, args, kwargs)
         if not _forwards[self].has_regions:
             # The first run finds the regions, which `regional_model` makes modules.
@@ -258,17 +259,19 @@ _copies: "WeakKeyDictionary[nn.Module, tuple[str, nn.Module]]" = WeakKeyDictiona
 """The path of the forward with regions in each model, and a copy of the model with a module for each region."""
 
 
-def regional_model(model: nn.Module, arguments: Mapping[str, Any]) -> nn.Module | None:
+def regional_model(model: nn.Module, arguments: Mapping[str, Any], path: str | None = None) -> nn.Module | None:
     """Return a model that computes the same, in which regions of a forward that takes ids or pixels are modules.
 
-    It shares modules and weights with `model`, which stays as it is. None without a module that mixes tokens of ids in
-    its own forward. Runs the model four times.
+    The forward is that of the module at `path`, by default of the first one that calls a function by which tokens
+    usually mix. The copy shares modules and weights with `model`, which stays as it is. None without a module that
+    mixes tokens of ids in its own forward. Runs the model four times.
 
     Raises `UncoveredError` if what the forward computes depends on numbers of its tokens, or comes out otherwise.
     """
     seed = torch.get_rng_state()
-    if model not in _copies:
-        path = next(iter(probable_mixers(model, arguments)), ("", model))[0]
+    if model not in _copies or path not in (None, _copies[model][0]):
+        if path is None:
+            path = next(iter(probable_mixers(model, arguments)), ("", model))[0]
         _copies[model] = path, _copied(model, path)
     path, copied = _copies[model]
     inner = _refreshed(copied, model, path)
@@ -309,7 +312,15 @@ def _copied(model: nn.Module, path: str) -> nn.Module:
         copied._modules[name] = _copied(model.get_submodule(name), rest)
     else:
         # Bound, so that that of a deep copy is the copy's own.
-        vars(copied)["forward"] = MethodType(_forward_of(type(model)), copied)
+        vars(copied)["forward"] = MethodType(_forward_of(model), copied)
+    return _rebound(copied, model)
+
+
+def _rebound(copied: nn.Module, model: nn.Module) -> nn.Module:
+    """Bind a forward that a model has for itself, as the copy of one with choices does, to its copy."""
+    forward = vars(copied).get("forward")
+    if isinstance(forward, MethodType) and forward.__self__ is model:
+        vars(copied)["forward"] = MethodType(forward.__func__, copied)
     return copied
 
 
@@ -325,4 +336,5 @@ def _refreshed(copied: nn.Module, model: nn.Module, path: str) -> nn.Module:
         return copied
     assert inner is not None
     copied._modules[name] = inner
+    _rebound(copied, model)
     return _refreshed(inner, model.get_submodule(name), rest)

@@ -276,7 +276,7 @@ class FrozenPass(Observer[_Call]):
                 return self._leaf(number, result) if is_source(func, result) else result
             if not ids.looks_up(func, args, result):
                 return result
-            return self._leaf(number, ids.by_token(result)).reshape(result.shape)
+            return ids.as_looked_up(self._leaf(number, ids.by_token(result)), result.shape)
 
         return mark
 

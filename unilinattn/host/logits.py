@@ -1,7 +1,7 @@
 """Restrict the logits that a language model computes to the required positions."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from operator import index
 from typing import Any
@@ -41,9 +41,13 @@ def logits_at(
     return {**arguments, KEEP: wanted.to(ids.device) if isinstance(ids, Tensor) else wanted}
 
 
-def has_logits(output: Any) -> bool:
-    """Tell whether a model's output has logits of sequences or of positions."""
-    return logits_in(output) is not None
+def plain_sizes(model: nn.Module) -> frozenset[int]:
+    """Return the sizes of the last axis by which a tensor (batch, position, token) has the logits of a model's ids.
+
+    They are the sizes of its tables of embeddings, but for the widths of these, which the vectors of tokens have.
+    """
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    return frozenset({table.num_embeddings for table in tables} - {table.embedding_dim for table in tables})
 
 
 def logits_of(
@@ -51,28 +55,38 @@ def logits_of(
     model: str,
     tokens: tuple[int, ...] | None = None,
     computed: Int[Tensor, " position"] | None = None,
+    *,
+    sizes: Collection[int] = (),
 ) -> Float[Tensor, "batch *position token"]:
     """Return the logits in the output of a model: (batch, class), or (batch, position, token).
 
     They are the entry `logits` of an output or dictionary, or the output itself if it is a tensor of at most two axes,
-    as of some vision models. One number for each sequence is one logit.
+    as of some vision models, or of three with one of `sizes` in the last one. One number for each sequence is one
+    logit.
 
     Args:
         output: the model's output.
         model: name of the model, for errors.
         tokens: (batch, length) of the model's layers; None does not compare the logits with it.
         computed: positions of the logits that the model computed, None for all.
+        sizes: those of `plain_sizes`, for a model of ids.
 
     Raises `InputError` for an output without logits, and if they are those of other sequences or positions.
     """
-    logits = logits_in(output)
+    logits, named, plain = logits_in(output, sizes), _entry(output), _only_tensor(output)
+    entry = "out.last_hidden_state" if named is None and isinstance(output, Mapping) else "out"
+    entry = "out[0]" if isinstance(output, (tuple, list)) else entry
     if logits is None:
-        named = _entry(output)
         state = f"logits of shape {tuple(named.shape)}" if isinstance(named, Tensor) else "no logits"
-        entry = "out.last_hidden_state" if named is None and isinstance(output, Mapping) else "out"
-        entry = "out[0]" if isinstance(output, (tuple, list)) else entry
+        reason = (
+            f" The tensor of shape {tuple(plain.shape)} that it returns would be logits if its last axis had one for "
+            "each of the model's ids, and vectors of tokens another size."
+            if plain is not None and plain.ndim == 3
+            else ""
+        )
         raise InputError(
             f"{model} returns {state}; give `logit` as a function of its output, such as lambda out: {entry}[:, -1, 0]."
+            + reason
         )
     if tokens is None:
         return logits
@@ -81,19 +95,28 @@ def logits_of(
         raise InputError(
             f"{model} returns logits of shape {tuple(logits.shape)}, and its layers have {tokens[0]} sequences of "
             f"{tokens[1]} tokens, so a target does not name a row of logits; give `logit` as a function of its output, "
-            "such as lambda out: out.logits[:, 0, 1]."
+            f"such as lambda out: {entry if named is None else 'out.logits'}[:, 0, 1]."
         )
     return logits
 
 
-def logits_in(output: Any) -> Float[Tensor, "batch *position token"] | None:
+def logits_in(output: Any, sizes: Collection[int] = ()) -> Float[Tensor, "batch *position token"] | None:
     """Return the logits of `logits_of`, None for an output without them."""
-    entry = _entry(output)
+    entry, plain = _entry(output), _only_tensor(output)
     if isinstance(output, Tensor):
         entry = output if output.ndim in (1, 2) else None
+    if plain is not None and plain.ndim == 3 and plain.shape[-1] in sizes:
+        entry = plain
     if not isinstance(entry, Tensor) or not 1 <= entry.ndim <= 3:
         return None
     return entry.unsqueeze(-1) if entry.ndim == 1 else entry
+
+
+def _only_tensor(output: Any) -> Tensor | None:
+    """Return an output that is a tensor, or the only tensor beside None in a tuple, such as (logits, no loss)."""
+    values = list(output) if type(output) in (tuple, list) else [output]
+    present = [value for value in values if value is not None]
+    return present[0] if len(present) == 1 and isinstance(present[0], Tensor) else None
 
 
 def _entry(output: Any) -> Any:
@@ -198,7 +221,9 @@ def chosen_ids(logits: Float[Tensor, "*batch token"], logit: Logit) -> Int[Tenso
     """
     wanted = logits_wanted(logit)
     if any(not 0 <= id_ < logits.shape[-1] for id_ in wanted):
-        raise InputError(f"logit {logit} is out of range: the model has logits 0 to {logits.shape[-1] - 1}.")
+        last = logits.shape[-1] - 1
+        numbers = f"logits 0 to {last}" if last else "one logit for each sequence, 0"
+        raise InputError(f"logit {logit} is out of range: the model has {numbers}.")
     if not wanted:
         return logits.argmax(-1, keepdim=True)
     return torch.tensor(wanted, device=logits.device).expand(*logits.shape[:-1], -1)

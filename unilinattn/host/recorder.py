@@ -16,6 +16,7 @@ from unilinattn.errors import ModelStateError
 from unilinattn.host.inputs import bound_arguments, refuse_states, sequences_in
 from unilinattn.host.module_calls import CallRecord, Prefix, first_tensor, tensors_in
 from unilinattn.host.observer import Inputs, Observer
+from unilinattn.host.windows import are_windows
 from unilinattn.registry import UNREGISTERED, Architecture, Mark, architecture_of, list_architectures
 
 MAIN = torch.empty(0, device="cpu")
@@ -100,6 +101,8 @@ class Recorder(Observer[CallRecord]):
             frame.returned = tuple(t for t in tensors_in(output) if t.numel() == size)
         if frame.architecture is self._recorded and frame.input is not None and frame.output is not None:
             frame.axes = axes_of(module, frame.input, frame.output) or LAST
+            if are_windows(module, inputs, frame.input, frame.output, frame.batch):
+                frame.batch = None
         is_layer = frame.architecture is not None and frame.outermost is frame
         if frame.parent is not None and (frame.holds_layer or frame.architecture is not None):
             frame.parent.holds_layer = True

@@ -13,7 +13,6 @@ from torch import nn
 from unilinattn.errors import ExactnessWarning, InputError, NonFiniteError, OptionError, UncoveredError, nearest
 from unilinattn.host.inputs import is_ids
 from unilinattn.host.labels import labels_of_ids
-from unilinattn.host.logits import has_logits
 from unilinattn.kernels.precision import full_precision
 from unilinattn.memory import max_memory as limited_to
 from unilinattn.methods.doubts import head_underflow, warn_of_sinks
@@ -260,7 +259,7 @@ def chosen_method(name: str | None, options: dict[str, Any], traced: Trace) -> t
     """Return the named method and `options`; without a name the model's default method and its options."""
     if name is not None:
         return registered(name), options
-    if has_logits(traced.output) or options.get("logit") is not None:
+    if traced.explained_logit.exists or options.get("logit") is not None:
         return registered("logit"), options
     return registered(COMPOSED.name), {**COMPOSED.keywords, **options}
 

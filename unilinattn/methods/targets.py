@@ -9,7 +9,7 @@ from torch import Tensor
 from unilinattn.errors import InputError
 from unilinattn.host.inputs import is_encoder_decoder
 from unilinattn.host.labels import token_text
-from unilinattn.host.logits import chosen_ids, has_logits, logits_of
+from unilinattn.host.logits import chosen_ids
 from unilinattn.host.text import token_id
 from unilinattn.tracing.trace import Target, Trace
 
@@ -65,11 +65,11 @@ def logit_names(trace: Trace, logit: Any, target: Any, tokenizer: Any) -> list[l
     `target` is the stored one. A list for each sequence, with two names for the difference of two logits; None for a
     function, without a tokenizer or labels, and for predictions at positions whose logits the model did not compute.
     """
-    if isinstance(logit, str) or not has_logits(trace.output):
+    if isinstance(logit, str) or not trace.explained_logit.exists:
         return None
     # A pair is stored as a list.
     logit = tuple(logit) if isinstance(logit, list) else logit
-    logits = logits_of(trace.output, trace.model)
+    logits = trace.explained_logit.logits
     classes = _class_labels(trace, logits)
     if classes is None and (logits.ndim == 2 or not hasattr(tokenizer, "convert_ids_to_tokens")):
         return None
@@ -96,7 +96,7 @@ def _class_labels(trace: Trace, logits: Float[Tensor, "batch *token logit"]) -> 
 
 def _read_position(trace: Trace) -> Int[Tensor, " batch"]:
     """Return the only token of each sequence at which the class logits have a gradient behind the last layer."""
-    if logits_of(trace.output, trace.model).ndim != 2:
+    if trace.explained_logit.logits.ndim != 2:
         raise InputError(f"target 'cls': {trace.model} has logits at every token, so none is CLS; give a position.")
     read = (trace.gradient()[-1] != 0).any(-1)
     if (most := int(read.sum(1).max())) != 1:

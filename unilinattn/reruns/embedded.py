@@ -189,7 +189,9 @@ class EmbeddedModel:
                 elif source.origin is not None:
                     replaced.enter_context(replaced_at_call(source.origin, vectors_of_source))
             output = call_host(self._model, arguments)
-        return Rerun(output, (len(sequences), length), kept_positions(arguments, length))
+        return Rerun(
+            output, (len(sequences), length), kept_positions(arguments, length), self._trace.explained_logit.sizes
+        )
 
 
 def _require_gradient(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

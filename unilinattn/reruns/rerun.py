@@ -1,6 +1,6 @@
 """Run a traced model again on chosen sequences of its inputs, without some edges."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,11 +18,12 @@ from unilinattn.tracing.trace import Trace
 
 @dataclass(frozen=True)
 class Rerun:
-    """The output of a run, its (batch, length), and the positions whose logits it holds, None for all."""
+    """The output of a run, its (batch, length), the positions of its logits, None for all, and its `plain_sizes`."""
 
     output: Any
     tokens: tuple[int, int]
     computed: Int[Tensor, " position"] | None
+    sizes: Collection[int]
 
     def logits(
         self, positions: Int[Tensor, " batch"] | None
@@ -31,7 +32,7 @@ class Rerun:
 
         Raises the errors of `logits_of`, and `InputError` for positions whose logits were not computed.
         """
-        logits = logits_of(self.output, "the model", self.tokens, self.computed)
+        logits = logits_of(self.output, "the model", self.tokens, self.computed, sizes=self.sizes)
         if logits.ndim == 2:
             return logits
         if positions is None:
@@ -62,7 +63,7 @@ def rerun(
         arguments = logits_at(model, arguments, lambda: [positions[sequences]], above=0)
     output = run_without(model, partial(call_host, model, arguments), arguments, cuts, trace.opaque)
     length = trace.layers[-1].output.shape[1]
-    return Rerun(output, (len(sequences), length), kept_positions(arguments, length))
+    return Rerun(output, (len(sequences), length), kept_positions(arguments, length), trace.explained_logit.sizes)
 
 
 def of_sequences(trace: Trace, sequences: Int[Tensor, " run"]) -> dict[str, Any]:

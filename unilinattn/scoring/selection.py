@@ -9,7 +9,7 @@ from torch import Tensor
 
 from unilinattn.errors import OptionError, StreamError, UncoveredError, nearest
 from unilinattn.host.inputs import real_tokens
-from unilinattn.host.logits import Logit, has_logits, logits_of
+from unilinattn.host.logits import Logit
 from unilinattn.operator.operator import MixerOperator
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.sinks import sink_tokens
@@ -198,13 +198,14 @@ def only_target(trace: Trace, target: Target | None, logit: Logit) -> Target | N
     Raises `InputError` for a model without logits, unless `logit` is a function.
     """
     if not callable(logit):
-        logits_of(trace.output, trace.model)
+        # An output without logits is refused.
+        _ = trace.explained_logit.logits
     return -1 if target is None and one_scalar(trace, logit) else target
 
 
 def one_scalar(trace: Trace, logit: Logit) -> bool:
     """Whether every query has the same scalar: a function of the output, or a class logit of the whole sequence."""
-    return callable(logit) or (has_logits(trace.output) and logits_of(trace.output, trace.model).ndim == 2)
+    return callable(logit) or (trace.explained_logit.exists and trace.explained_logit.logits.ndim == 2)
 
 
 def every_position(trace: Trace) -> list[Int[Tensor, " batch"]]:

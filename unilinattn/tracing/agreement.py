@@ -16,7 +16,7 @@ from unilinattn.call.exactness import layer_tolerance
 from unilinattn.discovery.search import state_of
 from unilinattn.errors import InputError
 from unilinattn.host.inputs import real_tokens
-from unilinattn.host.logits import has_logits, logits_of
+from unilinattn.host.logits import logits_in
 from unilinattn.host.recorder import main_tensor
 from unilinattn.host.run import run
 
@@ -96,7 +96,8 @@ def _difference(output: Any, other: Any, arguments: Mapping[str, Any]) -> float:
 
 
 def _compared(output: Any) -> Tensor | None:
-    return logits_of(output, "") if has_logits(output) else main_tensor(output)
+    logits = logits_in(output)
+    return main_tensor(output) if logits is None else logits
 
 
 def _accepted(output: Any) -> float:

@@ -1,6 +1,6 @@
 """The logit that is explained: one decision for every run of a traced model and for the label of a result."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,6 @@ from unilinattn.host.logits import (
     Logit,
     at_positions,
     chosen_ids,
-    has_logits,
     kept_positions,
     logits_at,
     logits_in,
@@ -39,11 +38,29 @@ class ExplainedLogit:
         tokens: tuple[int, int],
         positions: Callable[[Any], Int[Tensor, " batch"]],
         model: str,
+        sizes: Collection[int] = (),
     ) -> None:
-        """Store the traced output, the arguments, the (batch, length) of the layers, and the positions of targets."""
-        self._output, self._arguments, self._tokens = output, arguments, tokens
+        """Store the traced output, the arguments, the (batch, length) of the layers, and the positions of targets.
+
+        `sizes` are those by which a tensor has logits (see `logits_of`).
+        """
+        self._output, self._arguments, self._tokens, self.sizes = output, arguments, tokens, sizes
         self._positions, self._model = positions, model
         self._predictions: dict[tuple[int, ...] | None, Tensor] = {}
+
+    @property
+    def exists(self) -> bool:
+        """Whether the traced output has logits of sequences or of positions."""
+        return self._traced is not None
+
+    @property
+    def logits(self) -> Float[Tensor, "batch *position token"]:
+        """The logits in the traced output; raises `InputError` for an output without them."""
+        return logits_of(self._output, self._model, sizes=self.sizes)
+
+    @property
+    def _traced(self) -> Float[Tensor, "batch *position token"] | None:
+        return logits_in(self._output, self.sizes)
 
     def ids(
         self, target: Any, logit: Logit, logits: Float[Tensor, "batch *query token"]
@@ -65,7 +82,7 @@ class ExplainedLogit:
         None if no run has computed the logits there, and for an output without logits.
         """
         positions = self._positions_of(target)
-        if positions not in self._predictions and self._computed and has_logits(self._output):
+        if positions not in self._predictions and self._computed and self.exists:
             self._predictions[positions] = (
                 self._logits(self._output, target, self._computed_positions).detach().argmax(-1)
             )
@@ -107,7 +124,7 @@ class ExplainedLogit:
 
         Raises `InputError` for an output without logits, unless `logit` is a function.
         """
-        logits = logits_in(self._output) if callable(logit) else logits_of(self._output, self._model)
+        logits = self._traced if callable(logit) else self.logits
         if logits is None:
             return 0
         if logits.ndim != 3 or callable(logit):
@@ -117,7 +134,7 @@ class ExplainedLogit:
 
     def elements_at(self, targets: int) -> int:
         """Return the number of logits at `targets` positions, 0 for an output without logits."""
-        logits = logits_in(self._output)
+        logits = self._traced
         if logits is None or logits.ndim != 3:
             return 0 if logits is None else logits.numel()
         return logits.numel() // logits.shape[1] * targets
@@ -128,13 +145,13 @@ class ExplainedLogit:
 
     @property
     def _by_token(self) -> bool:
-        logits = logits_in(self._output)
+        logits = self._traced
         return logits is not None and logits.ndim == 3
 
     @property
     def _computed(self) -> bool:
         """Whether the traced run computed the logits of every position that its arguments ask for."""
-        logits = logits_in(self._output)
+        logits = self._traced
         by_token = logits is not None and logits.ndim == 3
         return (
             logits is None or not by_token or self._computed_positions is not None or logits.shape[1] == self._tokens[1]
@@ -148,5 +165,5 @@ class ExplainedLogit:
         self, output: Any, target: Any, computed: Int[Tensor, " position"] | None
     ) -> Float[Tensor, "batch *query token"]:
         """Return the logits of an output at a target, at every position for None."""
-        logits = logits_of(output, self._model, self._tokens, computed)
+        logits = logits_of(output, self._model, self._tokens, computed, sizes=self.sizes)
         return logits if logits.ndim != 3 or target is None else at_positions(logits, self._positions(target), computed)

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -24,6 +24,7 @@ from unilinattn.operator.operator import MixerOperator
 from unilinattn.operator.piecewise import PiecewiseOperator
 from unilinattn.operator.reconstruction import worst_error
 from unilinattn.operator.stages import Stage, walk
+from unilinattn.tracing.around import stream_around
 from unilinattn.tracing.following import stages_after
 from unilinattn.tracing.frozen_pullback import last_projection, to_cores, to_projection
 from unilinattn.tracing.trust import precision_of
@@ -66,9 +67,7 @@ class Layer:
         assert record.architecture is not None and record.output is not None
         source, prefix = record.entered, record.prefix
         if source is None:
-            raise UncoveredError(
-                f"{name} was called without a (batch, length, channel) tensor; move what mixes to a module with one."
-            )
+            raise WithoutVectorsError(name)
         self.name, self.module, self._architecture = name, record.module, record.architecture
         self.kind, self.architecture = record.kind, record.architecture.name
         self.structure, self.seen = record.structure, tuple(record.seen)
@@ -83,7 +82,7 @@ class Layer:
         self.input, self.output = vectors
         self.input_shape, self.output_shape, self.axes = source.shape, record.output.shape, record.axes
         self.mask = None if mask is None else mask.to(device)
-        around = _stream_around(record, device, dtype)
+        around = stream_around(record, device, dtype)
         self.stream, self.multiplier = around.entering, around.multiplier
         self.next_stream = None if in_pieces else around.leaving
         self.stream_dtype = around.dtype or self.output.dtype
@@ -333,6 +332,16 @@ class Layer:
             return build_flow(self._architecture, call)
 
 
+class WithoutVectorsError(UncoveredError):
+    """A layer, such as one that looks up ids and mixes their vectors, has no tensor of tokens among its arguments."""
+
+    def __init__(self, layer: str) -> None:
+        self.layer = layer
+        super().__init__(
+            f"{layer} was called without a (batch, length, channel) tensor; move what mixes to a module with one."
+        )
+
+
 @dataclass(frozen=True)
 class Step:
     """Layers that are added to a stream in one sum: x <- skip(x) + sum_l multiplier_l * Op_l(x)."""
@@ -367,34 +376,3 @@ def _from_cores(stages: Sequence[Stage], x: Tensor) -> Tensor:
         if any(inner.role == "core" and inner.mixes for inner in walk([stage])):
             x = x.detach().requires_grad_()
     return x
-
-
-class _StreamAround(NamedTuple):
-    """The streams before and after a layer, the factor on its output in their sum, and the dtype of the stream."""
-
-    entering: Tensor | None
-    leaving: Tensor | None
-    multiplier: float
-    dtype: torch.dtype | None
-
-
-_NO_STREAM = _StreamAround(None, None, 1.0, None)
-
-
-def _stream_around(record: CallRecord, device: torch.device, dtype: torch.dtype) -> _StreamAround:
-    """Return the streams around a layer, less the output of another module in the same sum.
-
-    Without such a module the stream after it is the host's tensor in its dtype, often the stream of the next layer.
-    """
-    site = record.site
-    if site is None:
-        return _NO_STREAM
-    # The module may return an image, to whose tokens it is added.
-    is_alike = record.output is not None and site.stream.ndim == record.output.ndim
-    vectors = partial(as_tokens, batch=record.batch, axis=record.axes.output if is_alike else -1)
-    entering, leaving = vectors(site.stream.detach().to(device, dtype)), vectors(site.total.detach())
-    # Most hosts have no factor, and their tensor saves a copy.
-    entering = entering if site.skip == 1 else site.skip * entering
-    if site.other is not None:
-        leaving = leaving.to(device, dtype) - site.factor * vectors(site.other.detach().to(device, dtype))
-    return _StreamAround(entering, leaving, site.multiplier, site.total.dtype)

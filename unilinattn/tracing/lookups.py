@@ -19,6 +19,10 @@ IDS = 4096
 """Largest number of ids that are embedded at once for the mean over a vocabulary."""
 
 
+FILLS = ("where", "masked_fill")
+"""Names of functions that put a number in the place of some ids."""
+
+
 @dataclass(frozen=True)
 class Lookup:
     """Turns each id into its vector: an embedding module, or a lookup in a table outside of such a module.
@@ -46,28 +50,53 @@ class TokenIds:
         """Begin with the argument."""
         self.shape = ids.shape
         self._tensors = [ids]
+        # (token, batch), as of a host whose blocks have tokens before sequences.
+        self._transposed: list[Tensor] = []
+        self._looked_up_transposed = False
 
     def is_ids(self, value: Any) -> bool:
-        """Tell whether a value holds the ids in their order; a part, such as one codebook, begins at the same place."""
-        return isinstance(value, Tensor) and any(_views(value, ids) for ids in self._tensors)
+        """Tell whether a value holds the ids in their order; a part, such as one codebook, begins at the same place.
+
+        Or it holds them by token, and then by sequence.
+        """
+        orders = (*self._tensors, *self._transposed)
+        return isinstance(value, Tensor) and any(_views(value, ids) for ids in orders)
 
     def looks_up(self, function: Any, args: Sequence[Any], result: Any) -> bool:
         """Tell whether a call of a torch function looks the ids up in a table.
 
         Call it for every function of the run: a result with the numbers of the ids, as of a clamp or another dtype, is
-        followed as the ids.
+        followed as the ids, also if one number takes the place of some, such as of those that mark an image.
         """
         if function is functional.embedding:
-            return len(args) > 1 and self.is_ids(args[0])
+            if len(args) < 2 or not self.is_ids(args[0]):
+                return False
+            self._looked_up_transposed = any(_views(args[0], ids) for ids in self._transposed)
+            return True
         if isinstance(result, Tensor) and not result.is_floating_point() and result.numel() == self.shape.numel():
             copies = any(map(self.is_ids, args)) and not self.is_ids(result)
-            if copies and torch.equal(self._tensors[0].flatten(), result.flatten()):
+            if copies and self._same_numbers(result, but_for_one=getattr(function, "__name__", "") in FILLS):
                 self._tensors.append(result)
+            elif copies and min(self.shape) > 1 and torch.equal(self._tensors[0].mT, result):
+                self._transposed.append(result)
         return False
 
+    def _same_numbers(self, result: Tensor, *, but_for_one: bool) -> bool:
+        ids, numbers = self._tensors[0].flatten(), result.flatten()
+        if torch.equal(ids, numbers):
+            return True
+        others = numbers[ids != numbers]
+        return but_for_one and len(others) < len(ids) and bool((others == others[0]).all())
+
     def by_token(self, vectors: Float[Tensor, "*axes channel"]) -> Float[Tensor, "batch token channel"]:
-        """Return vectors of the ids, which a host may have flattened, by sequence and token."""
+        """Return vectors of the last lookup, whose ids a host may have flattened, by sequence and token."""
+        if self._looked_up_transposed:
+            return vectors.reshape(*self.shape[::-1], vectors.shape[-1]).transpose(0, 1).contiguous()
         return vectors.reshape(*self.shape, vectors.shape[-1])
+
+    def as_looked_up(self, vectors: Float[Tensor, "batch token channel"], shape: torch.Size) -> Tensor:
+        """Return vectors by sequence and token in the shape of the result of the last lookup."""
+        return (vectors.transpose(0, 1) if self._looked_up_transposed else vectors).reshape(shape)
 
 
 class Lookups:
@@ -107,9 +136,8 @@ class Lookups:
             for read in embedding
             if not any(other in embedding for other in read.inside)
         }
-        ids = TokenIds(arguments[name])
 
-        def record(lookup: Lookup, result: Tensor) -> Tensor:
+        def record(lookup: Lookup, result: Tensor, ids: TokenIds) -> Tensor:
             if not any(_same(other.source, lookup.source) for other in self.lookups):
                 self.lookups.append(lookup)
                 self.vectors.append(ids.by_token(result.detach()).clone())
@@ -124,17 +152,19 @@ class Lookups:
     ) -> Iterator[None]:
         """Return other vectors, one tensor for each lookup, in runs of the model on `arguments`."""
 
-        def replace(lookup: Lookup, result: Tensor) -> Tensor:
+        def replace(lookup: Lookup, result: Tensor, ids: TokenIds) -> Tensor:
             index = next(index for index, other in enumerate(self.lookups) if _same(other.source, lookup.source))
             # The host may write into the copy.
-            return vectors[index].reshape(result.shape).to(result, copy=True)
+            return ids.as_looked_up(vectors[index], result.shape).to(result, copy=True)
 
         with self._intercepted(arguments, replace):
             yield
 
     @contextmanager
-    def _intercepted(self, arguments: Mapping[str, Any], change: Callable[[Lookup, Tensor], Tensor]) -> Iterator[None]:
-        """Pass the result of every lookup of the ids among `arguments` through a function."""
+    def _intercepted(
+        self, arguments: Mapping[str, Any], change: Callable[[Lookup, Tensor, TokenIds], Tensor]
+    ) -> Iterator[None]:
+        """Pass the result of every lookup of the ids among `arguments`, and these, through a function."""
         ids = TokenIds(arguments[self._name])
         open_modules: list[nn.Module] = []
 
@@ -142,7 +172,7 @@ class Lookups:
             if not ids.looks_up(func, args, result) or open_modules:
                 return result
             table = args[1]
-            return change(Lookup(lambda more: functional.embedding(more, table), len(table), table), result)
+            return change(Lookup(lambda more: functional.embedding(more, table), len(table), table), result, ids)
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             if _reads_only(ids, args, kwargs):
@@ -152,7 +182,7 @@ class Lookups:
             if not _reads_only(ids, args, kwargs):
                 return None
             open_modules.remove(module)
-            return output if open_modules else change(self._modules[module], output)
+            return output if open_modules else change(self._modules[module], output, ids)
 
         with _hooked(self._modules, enter, leave), Functions(in_table):
             yield

@@ -140,7 +140,7 @@ def _first_source(model: nn.Module, arguments: Mapping[str, Any], layers: Sequen
     """Return the source of the tokens that enter the first block, whose layers may read windows of a sequence."""
     shape = layers[0].input.shape[:2]
     inside = [index for index, layer in enumerate(layers) if layer.input.shape[:2] == shape]
-    origin = find_tokens(model, arguments, [layers[index] for index in inside])
+    origin = find_tokens(model, arguments, [layers[index] for index in inside], batch=batch)
     vectors, axis = (arguments[origin], -1) if isinstance(origin, str) else (origin.vectors, origin.axis)
     tokens = batch, as_tokens(vectors, axis=axis).shape[:2].numel() // batch
     written = tuple(index for index in inside if tuple(layers[index].output.shape[:2]) == tokens)

@@ -70,12 +70,18 @@ class TokenCall:
 
 
 def find_tokens(
-    model: nn.Module, arguments: Mapping[str, Any], layers: Sequence[Layer], *, in_lists: bool = False
+    model: nn.Module,
+    arguments: Mapping[str, Any],
+    layers: Sequence[Layer],
+    *,
+    in_lists: bool = False,
+    batch: int | None = None,
 ) -> TokenCall | str:
     """Return the function call whose result enters the first block as the tokens of the layers, or the argument.
 
     `in_lists` says that only blocks in a list of modules count, if there are any: a module around a decoder may get the
-    tokens of the encoder first.
+    tokens of the encoder first. With `batch`, the layers may read windows of what enters a block around the first one
+    as so many sequences.
 
     Raises `UncoveredError` if the layers have different numbers of sequences or tokens, or if no such tensor enters a
     block.
@@ -106,7 +112,11 @@ def find_tokens(
             # What a module around all blocks gets may be projected before it is the stream.
             if stream is not None and (_in_list(name) or stream.shape[-1] in widths):
                 raise Entered(stream, -1)
-            if f"{first}.".startswith(f"{name}." if name else ""):
+            is_around = f"{first}.".startswith(f"{name}." if name else "")
+            sequences = first_stream((*args, *kwargs.values()))
+            if is_around and _in_list(name) and sequences is not None and len(sequences) == batch:
+                raise Entered(sequences, -1)
+            if is_around:
                 for image in (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.ndim > 3):
                     axis = channel_axis(module, image.shape)
                     # The layers may read windows of an image, which are sequences of them.

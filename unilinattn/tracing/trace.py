@@ -16,10 +16,12 @@ from torch.utils._pytree import tree_map_only
 from unilinattn.call.nested import tensors
 from unilinattn.discovery.regions import regional_model
 from unilinattn.errors import OptionError, UncoveredError, UnknownArchitectureError
+from unilinattn.host.choices import choices_as_sequences
+from unilinattn.host.decoder import with_decoder_ids
 from unilinattn.host.image import image_tokens, is_image, processed
 from unilinattn.host.inputs import host_arguments, token_ids
 from unilinattn.host.isolation import in_gradient_mode
-from unilinattn.host.logits import Logit, positions_of
+from unilinattn.host.logits import Logit, plain_sizes, positions_of
 from unilinattn.host.substitution import SUBSTITUTE_ABOVE, may_be_long
 from unilinattn.host.text import Text, encoded, is_text, tokenized
 from unilinattn.host.wrappers import unwrapped
@@ -29,7 +31,7 @@ from unilinattn.tracing.builder import LayerBuilder
 from unilinattn.tracing.explained import ExplainedLogit
 from unilinattn.tracing.gradient_cost import frozen_cost, gradient_cost
 from unilinattn.tracing.gradients import gradient_of
-from unilinattn.tracing.layer import Layer, Step
+from unilinattn.tracing.layer import Layer, Step, WithoutVectorsError
 from unilinattn.tracing.padding import masks_of_streams, warn_of_leaks, warn_of_recorded_leaks
 from unilinattn.tracing.recording import covered_run
 from unilinattn.tracing.streaming import run_in_pieces
@@ -133,7 +135,8 @@ class Trace:
     @cached_property
     def explained_logit(self) -> ExplainedLogit:
         """The decision which logit is explained, for every run of the model."""
-        return ExplainedLogit(self.output, self.arguments, self.token_shape, self.positions, self.model)
+        sizes = frozenset() if self.ids is None else plain_sizes(self.host)
+        return ExplainedLogit(self.output, self.arguments, self.token_shape, self.positions, self.model, sizes)
 
     def gradient(self, target: Target = -1, logit: Logit = None) -> tuple[Float[Tensor, "batch query out"], ...]:
         """Return the gradient of a logit of the model itself with respect to each layer's output.
@@ -219,7 +222,9 @@ def trace(
     Args:
         model: the host model.
         inputs: a text or an image or a list of either, a tensor of ids or pixels, or a mapping of the host's keyword
-            arguments. An image is a PIL image, which is converted to RGB, or a uint8 array (height, width, 3).
+            arguments. An image is a PIL image, which is converted to RGB, or a uint8 array (height, width, 3). Ids
+            (batch, choice, length) of a model that returns a logit for each choice are (batch * choice) sequences, and
+            an encoder-decoder that makes its decoder's ids of those of its encoder is given them.
         tokenizer: the tokenizer of texts, such as `transformers.AutoTokenizer.from_pretrained` returns.
         processor: the processor of images: an image processor of transformers, or a callable from a PIL image to a
             tensor (channel, height, width), such as timm's `create_transform` returns.
@@ -247,6 +252,7 @@ def trace(
         raise OptionError(
             f"substitute_above={substitute_above!r}; give a positive number of tokens, such as {SUBSTITUTE_ABOVE}."
         )
+    model, inputs = choices_as_sequences(model, inputs)
     text = None
     if processor is not None or is_image(inputs):
         inputs = processed(inputs, processor, model)
@@ -257,6 +263,7 @@ def trace(
         text = tokenized(inputs, tokenizer)
     # The caller may write into the tensors before a gradient runs the model on them again.
     arguments = in_gradient_mode(False, lambda: tree_map_only(Tensor, torch.clone, host_arguments(model, inputs)))
+    arguments = with_decoder_ids(model, arguments)
 
     def built(model: nn.Module) -> Trace:
         if stream_to is None:
@@ -286,8 +293,9 @@ def trace(
     seed = torch.get_rng_state()
     try:
         return built(model)
-    except (UncoveredError, UnknownArchitectureError):
-        regional = regional_model(model, arguments)
+    except (UncoveredError, UnknownArchitectureError) as error:
+        path = error.layer if isinstance(error, WithoutVectorsError) else None
+        regional = regional_model(model, arguments, path)
         if regional is None:
             raise
     torch.set_rng_state(seed)
