@@ -29,6 +29,7 @@ LAYERS = (
     ("rules",),
     ("recording",),
     ("registry",),
+    ("scans",),
     ("architectures", "host"),
     ("discovery",),
     ("tracing",),

@@ -1,6 +1,6 @@
 """Layers of flash-linear-attention whose operators are recorded: named here, they need no search in a model.
 
-The functions that their modules call are registered in `fla_scans`, `fla_matrices` and `fla_plain`.
+The functions that their modules call are registered in the room `scans`.
 """
 
 from unilinattn.architectures.recorded import recorded

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from unilinattn.architectures.fla_scans import fla_memory
 from unilinattn.errors import UncoveredError
 from unilinattn.mixers import DeltaRule, LowRankUpdate, ScalarDecay
 from unilinattn.operator.flow import Flow
+from unilinattn.scans.fla import fla_memory
 
 
 @fla_memory(

@@ -10,9 +10,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional
 
-from unilinattn.architectures.fla_scans import fla_memory
 from unilinattn.mixers import Dense
 from unilinattn.rules.mixing_functions import register_mixing_function
+from unilinattn.scans.fla import fla_memory
 
 Matrix = Float[Tensor, "batch head query key"]
 
