@@ -41,6 +41,7 @@ ROWS = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:the trace passes position_ids")
 @pytest.mark.parametrize(("name", "padding", "method", "options"), ROWS, ids=str)
 def test_a_target_selects_its_row(name: str, padding: str, method: str, options: dict[str, Any]) -> None:
     trace = traced(name, padding)

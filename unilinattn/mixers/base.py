@@ -83,7 +83,7 @@ class CoreMixer(ABC):
 
     def _block(
         self, rows: slice, cols: slice, heads: slice, fill: Callable[[slice, slice], Tensor]
-    ) -> Float[Tensor, "batch head row col"]:
+    ) -> Inexact[Tensor, "batch head row col"]:
         """Return `tile` from `fill`, which returns a block of consecutive rows and columns of the heads."""
         batch, total, queries, keys = self.shape
         row, col = range(queries)[rows], range(keys)[cols]

@@ -157,18 +157,21 @@ def _sum_of(
 
 def _possible(candidates: Iterator[Candidate], added: Tensor) -> Iterator[Candidate]:
     """Yield the candidates that may be sums by a few of their elements: those that are none cost no fit of many."""
-    samples: dict[int, Tensor] = {}
+    # The elements of each tensor once, of which a candidate names some; the last row is that of no other output.
+    numbers, samples, bounds = dict[int, int](), list[Tensor](), list[float]()
 
-    def few(tensor: Tensor) -> Tensor:
-        if id(tensor) not in samples:
-            samples[id(tensor)] = _sample(tensor, FEW).double().cpu()
-        return samples[id(tensor)]
+    def number(tensor: Tensor) -> int:
+        if id(tensor) not in numbers:
+            numbers[id(tensor)] = len(samples)
+            samples.append(_sample(tensor, FEW).double().cpu())
+            bounds.append(8 * 3 * _epsilon(tensor))
+        return numbers[id(tensor)]
 
-    nothing = torch.zeros_like(few(added))
     while batch := list(islice(candidates, CANDIDATES)):
-        columns = [[few(stream), few(added), nothing if x is None else few(x)] for _, stream, x in batch]
-        basis = torch.stack([column for parts in columns for column in parts]).unflatten(0, (len(batch), -1)).mT
-        totals = torch.stack([few(total) for total, _, _ in batch])[..., None]
+        named = [[number(stream), number(added), -1 if x is None else number(x), number(t)] for t, stream, x in batch]
+        index = torch.tensor(named, device="cpu")
+        elements = torch.stack([*samples, torch.zeros_like(samples[0])])[index]
+        basis, totals = elements[:, :3].mT, elements[:, 3, :, None]
         finite = (basis.isfinite().all(2) & totals.isfinite().all(2)).all(1)
         basis, totals = (x.masked_fill(~finite[:, None, None], 0) for x in (basis, totals))
         size = basis.abs().sum(2, keepdim=True) + totals.abs()
@@ -177,8 +180,8 @@ def _possible(candidates: Iterator[Candidate], added: Tensor) -> Iterator[Candid
         factors = torch.linalg.lstsq(basis, totals, driver="gelsd").solution
         missed = (totals - basis @ factors).square().mean((1, 2)).sqrt()
         # The factors of a sum leave at most its rounding on each element, and those fitted here leave less of it.
-        bounds = torch.tensor([8 * 3 * _epsilon(total) for total, _, _ in batch], device="cpu")
-        agrees = missed <= bounds * factors.abs().amax((1, 2)).clamp_min(1)
+        accepted = torch.tensor(bounds, dtype=torch.float64, device="cpu")[index[:, 3]]
+        agrees = missed <= accepted * factors.abs().amax((1, 2)).clamp_min(1)
         # Many totals are the stream itself, of which the output is no part.
         needed = (factors[..., 0].abs() > NEGLIGIBLE) | (basis.abs().amax(1) < NEGLIGIBLE**0.5)
         possible = ~finite | (agrees & needed.all(1))
