@@ -164,8 +164,9 @@ def live_output(layer: Layer, arguments: Mapping[str, Any]) -> tuple[Tensor, lis
     Runs inside `Freezing(half=True)`, which multiplies by the gates: a value and its gate each get half of the
     relevance of their product, unless the gate is an activation with f(0) != 0, such as a sigmoid. All other factors
     are constants: the matrices of token mixers, the slopes of activations and the scales of norms. Gates that an
-    adapter reads from a capture of the host's run are constants too, and so are those of a recorded module with a
-    function that has no rule. A layer that reads several tensors is its frozen operator, without edges after its cores.
+    adapter reads from a capture of the host's run are constants too, and so are those of a recorded module that is one
+    stage or has a function without a rule. A layer that reads several tensors is its frozen operator, without edges
+    after its cores.
     """
     with torch._C.DisableTorchFunction():
         values = _port_values(layer, arguments)
