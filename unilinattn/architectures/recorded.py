@@ -165,7 +165,12 @@ def recorded_stages(call: Call) -> Flow:
         raise UncoveredError(f"{_named(call)}: {reason}.{square if batch == length > 1 else ''}")
     flow = _flow(call, chains, inputs, transposed=transposed)
     flow.is_recorded = True
-    expected, actual = _output(call, output, transposed=transposed).detach(), flow.value.detach()
+    _require_output(call, module, flow.value.detach(), _output(call, output, transposed=transposed).detach())
+    return flow
+
+
+def _require_output(call: Call, module: nn.Module, actual: Tensor, expected: Tensor) -> None:
+    """Raise `UncoveredError` if the stages give another output than the recorded run, or this than the host's."""
     missed = relative_error(actual.reshape(1, -1), expected.reshape(1, -1))
     if not missed <= layer_tolerance(call.input.dtype):
         raise UncoveredError(
@@ -184,7 +189,6 @@ def recorded_stages(call: Call) -> Flow:
                 f"{_named(call)}: for the same input it returns an output that differs by {repeated:.1e} when it runs "
                 f"{again}."
             )
-    return flow
 
 
 def _without_map(chains: Mapping[str, Chain], x: Tensor) -> str | None:
