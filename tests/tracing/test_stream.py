@@ -101,3 +101,10 @@ def test_few_elements_rule_out_no_sum(dtype: torch.dtype, multiplier: float) -> 
     assert [*residual._possible(iter((*sums, *turned)), output)] == [*sums, *turned]
     whole = torch.randn(2, 50, 40, generator=generator).to(dtype)
     assert not [*residual._possible(iter(no_sums), whole)]
+
+
+def test_a_part_below_the_rounding_of_the_other_makes_no_sum() -> None:
+    x = torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(0))
+    assert residual.fit_factors(x + x.flip(0), [x, x.flip(0)]) == [1.0, 1.0]
+    for parts in ([x, 1e-12 * x.flip(0)], [1e-12 * x.flip(0), x]):
+        assert torch.equal(parts[0] + parts[1], x) and residual.fit_factors(x, parts) is None
