@@ -90,8 +90,8 @@ OPERATIONS = {
 def growths_of(program: str, *arguments: str) -> list[int]:
     """Bytes that `program` prints when freed tensors go back to the system at once.
 
-    By default glibc keeps a varying number of freed large tensors: one program grew by 495 to 546 MB in five runs,
-    and by 367 to 370 MB in this way.
+    By default glibc keeps a varying number of freed large tensors: one program grew by 495 to 546 MB in four runs,
+    and by 370 MB in this way.
     """
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
     command = [sys.executable, "-c", program, *arguments]

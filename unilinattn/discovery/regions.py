@@ -263,8 +263,8 @@ def regional_model(model: nn.Module, arguments: Mapping[str, Any], path: str | N
     """Return a model that computes the same, in which regions of a forward that takes ids or pixels are modules.
 
     The forward is that of the module at `path`, by default of the first one that calls a function by which tokens
-    usually mix. The copy shares modules and weights with `model`, which stays as it is. None without a module that
-    mixes tokens of ids in its own forward. Runs the model four times.
+    usually mix. The copy shares modules and weights with `model` and does not change it. None without a module that
+    mixes tokens of ids in the code of its forward. Runs the model four times.
 
     Raises `UncoveredError` if what the forward computes depends on numbers of its tokens, or comes out otherwise.
     """

@@ -1,1 +1,1 @@
-"""What methods share: maps and vectors of layers, their products, and labelled results."""
+"""Maps and vectors of layers, their products, and labelled results, which several methods use."""

@@ -175,8 +175,8 @@ def score_layers(scoring: Scoring[Layerwise], fill: Fill, *, whole: bool = False
     """
     name, heads, scores = scoring.options.name, scoring.heads, scoring.allocate()
     for index, layer in enumerate(progress(scoring.layers, name)):
-        wanted = query_rows(scoring.trace, layer, scoring.target)
-        rows = query_rows(scoring.trace, layer) if whole else wanted
+        targets = query_rows(scoring.trace, layer, scoring.target)
+        rows = query_rows(scoring.trace, layer) if whole else targets
         slab = scores[index] if scoring.options.has_layer_axis else None
         alike = slab is not None and (slab.device, slab.dtype) == (layer.output.device, layer.output.dtype)
         if alike and slab is not None and rows.shape[1] == slab.shape[-2]:
@@ -186,8 +186,8 @@ def score_layers(scoring: Scoring[Layerwise], fill: Fill, *, whole: bool = False
         with reserved(prod(shape) * layer.output.element_size(), f"{name}: the map of {layer.name}", ONE_ROW):
             out = layer.output.new_zeros(shape)
             fill(StepRows(scoring.trace, (layer,), rows), out)
-        if rows.shape[1] != wanted.shape[1]:
-            row = wanted.unsqueeze(-1) if heads is None else wanted[:, None, :, None]
+        if rows.shape[1] != targets.shape[1]:
+            row = targets.unsqueeze(-1) if heads is None else targets[:, None, :, None]
             out = torch.take_along_dim(out, row, -2)
         if slab is None:
             scores.add_(out.to(scores), alpha=1 / len(scoring.layers))

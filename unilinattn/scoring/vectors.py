@@ -185,10 +185,10 @@ def cancellation(
 
 def at_target(
     values: Float[Tensor, "batch row"], trace: Trace, layer: Layer, target: Target | None
-) -> Float[Tensor, "batch wanted"]:
+) -> Float[Tensor, "batch target"]:
     """Return the values of the target's row, given one for every row or only the target's."""
-    wanted = query_rows(trace, layer, target)
-    return values.gather(1, wanted) if values.shape[1] != wanted.shape[1] else values
+    targets = query_rows(trace, layer, target)
+    return values.gather(1, targets) if values.shape[1] != targets.shape[1] else values
 
 
 def _sum(tile: Tile, vectors: Sequence[Float[Tensor, "batch out row col"]]) -> Tile:

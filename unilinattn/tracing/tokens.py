@@ -80,8 +80,8 @@ def find_tokens(
     """Return the function call whose result enters the first block as the tokens of the layers, or the argument.
 
     `in_lists` says that only blocks in a list of modules count, if there are any: a module around a decoder may get the
-    tokens of the encoder first. With `batch`, the layers may read windows of what enters a block around the first one
-    as so many sequences.
+    tokens of the encoder first. With `batch`, the layers may read windows of a tensor of `batch` sequences that enters
+    a block around the first one.
 
     Raises `UncoveredError` if the layers have different numbers of sequences or tokens, or if no such tensor enters a
     block.
