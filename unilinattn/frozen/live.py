@@ -9,9 +9,12 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 
-from unilinattn.call.nested import mapped
+from unilinattn.call.attention_interface import configurations, is_hidden
+from unilinattn.call.nested import mapped, tensors
 from unilinattn.call.parameters import constant_parameters
+from unilinattn.errors import UncoveredError
 from unilinattn.frozen.layers import with_shared_values
 from unilinattn.frozen.shares import Linearized, by_token, linearized
 from unilinattn.frozen.token_pass import PassSpec, TokenPass
@@ -20,7 +23,7 @@ from unilinattn.host.inputs import bound_arguments, call_host
 from unilinattn.host.isolation import runs_in_gradient_mode
 from unilinattn.host.logits import Logit
 from unilinattn.host.module_calls import layer_input
-from unilinattn.host.recorder import MAIN
+from unilinattn.host.recorder import MAIN, captured
 from unilinattn.host.run import run
 from unilinattn.operator.flow import evaluated_by
 from unilinattn.operator.stages import Branch, Mix, Scale, Stage
@@ -129,12 +132,17 @@ class LivePass(TokenPass):
 
     @contextmanager
     def _observed(self) -> Iterator[None]:
-        with self.attached(), constant_parameters(self.model), visible_functions(self.model):
+        # Layers whose adapter needs a capture run the host's code. The host's attention is one of torch's functions,
+        # unless it is hidden in another kernel.
+        hidden = any(is_hidden(config) for config in configurations(self.model))
+        captures = captured(self.model, needed=lambda architecture: hidden or not architecture.needs_capture)
+        with self.attached(), constant_parameters(self.model), captures, visible_functions(self.model):
             yield
 
     def _compute(self) -> Any:
-        with Live(self.paths, self.marker()):
+        with Live(self.where, self.paths, self.marker()):
             output = call_host(self.model, self.arguments())
+        require_visible(output, type(self.model).__name__)
         return mapped(output, lambda t: t if t.requires_grad else t.detach())
 
     def _replaced(self, path: str, module: nn.Module, host: Forward) -> Forward | None:
@@ -185,6 +193,25 @@ def _evaluate(paths: Paths, stages: Sequence[Stage], x: Tensor) -> Tensor:
                 is_live = isinstance(stage, Mix) and carried(list(vars(stage.mixer).values()))
             x = stage.apply(paths.weighted(x, "value") if is_live else x)
         return x
+
+
+def require_visible(output: Any, model: str) -> None:
+    """Raise `UncoveredError` if an output depends on an autograd function of another package with several tensors."""
+    nodes = [t.grad_fn for t in tensors(output) if t.grad_fn is not None]
+    visited = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        # A function of one tensor is no product of two, and has its derivative.
+        if isinstance(node, BackwardCFunction) and sum(earlier is not None for earlier, _ in node.next_functions) > 1:
+            function: Any = type(node)._forward_cls
+            if function.__module__.partition(".")[0] != "unilinattn":
+                raise UncoveredError(
+                    f"{model} computes in {function.__module__}.{function.__qualname__}, an autograd function whose "
+                    "products the rules of relevance do not see. Use the module's plain code."
+                )
+        following = [earlier for earlier, _ in node.next_functions if earlier is not None and earlier not in visited]
+        visited.update(following)
+        nodes += following
 
 
 def _inner(vectors: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Float[Tensor, "batch key"]:

@@ -24,12 +24,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from unilinattn.call.functions import meaning_of
 from unilinattn.call.nested import mapped, tensors
+from unilinattn.errors import UncoveredError
 from unilinattn.mixers.base import checked_factors
 from unilinattn.rules import functions as kinds
 from unilinattn.rules.forms import FORMS, carried
 from unilinattn.rules.functions import name_of, opened
 from unilinattn.rules.mixing_functions import MixingFunction
-from unilinattn.rules.slopes import DIFFERENCES, frozen_slope
+from unilinattn.rules.slopes import frozen_slope
 
 DECIDED = 3
 """The rank of a tensor that a softmax, an exponential or another function of `FACTORS` made."""
@@ -68,14 +69,15 @@ class Live(TorchFunctionMode):
     """Applies the rules to every function of torch that a host calls on carried tensors.
 
     Args:
+        where: returns the path and class of the module that is running, for errors.
         paths: the weights of the backward passes.
         mark: called with each function of constants, its arguments and its result; returns the result, or a tensor
             that is carried from here on.
     """
 
-    def __init__(self, paths: Paths, mark: Callable[[Any, Any, Any], Any]) -> None:
+    def __init__(self, where: Callable[[], str], paths: Paths, mark: Callable[[Any, Any, Any], Any]) -> None:
         super().__init__()
-        self._paths, self._mark = paths, mark
+        self._where, self._paths, self._mark = where, paths, mark
         self._ranks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._roots: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
@@ -103,7 +105,10 @@ class Live(TorchFunctionMode):
         rule = _RULES.get(name)
         if in_place and (rule is not None or name in kinds.SLOPES):
             function = getattr(torch.Tensor, name, None) or getattr(functional, name)
-            result = args[0].copy_(self._apply(name, function, args, kwargs))
+            # The rule may keep its argument, which is written over here.
+            before = args[0].clone()
+            self._ranks[before] = self.rank(args[0])
+            result = args[0].copy_(self._apply(name, function, (before, *args[1:]), kwargs))
         else:
             result = self._apply(name, func, args, kwargs)
         written = args[:1] if in_place or name == "setitem" else result
@@ -148,6 +153,11 @@ class Live(TorchFunctionMode):
     def _apply(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name in _RULES:
             return _RULES[name](self, func, *args, **kwargs)
+        if name in kinds.RECURRENT:
+            raise UncoveredError(
+                f"{self._where()} calls {name!r}, whose products the rules of relevance do not see: its state passes a "
+                "nonlinearity at every step, in one kernel."
+            )
         if name in FORMS:
             result, constant = FORMS[name](*args, **kwargs)
             return result if constant is None else result + constant
@@ -246,7 +256,10 @@ def _lerp(mode: Live, func: Any, x: Any, end: Any, weight: Any) -> Tensor:
     return x + _mul(mode, func, end - x, weight)
 
 
-def _addmm(mode: Live, func: Any, x: Any, left: Any, right: Any, **scales: int | float) -> Tensor:
+def _addmm(mode: Live, func: Any, *args: Any, **kwargs: Any) -> Tensor:
+    names = ("input", "mat1", "mat2", "batch1", "batch2")
+    x, left, right = (*args, *(kwargs.pop(name) for name in names if name in kwargs))
+    scales = kwargs
     if not (carried(left) and carried(right)):
         return func(x, left, right, **scales)
     return torch.add(
