@@ -82,7 +82,12 @@ class LiveRun:
     @property
     def streams(self) -> tuple[TokenStream, ...]:
         """The streams whose tokens have the relevances, one after the other."""
-        return tuple(source.stream for source in self._spec.sources)
+        return self._spec.streams
+
+    @property
+    def grid(self) -> tuple[int, int] | None:
+        """The (rows, columns) of the tokens, if they are those of an image that enters the first block."""
+        return self._spec.grid
 
     @runs_in_gradient_mode(True)
     def relevances(self, target: Any = -1, logit: Logit = None) -> Relevances:

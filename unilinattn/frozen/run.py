@@ -32,7 +32,6 @@ from unilinattn.frozen.token_pass import PassSpec
 from unilinattn.host.isolation import runs_in_gradient_mode
 from unilinattn.host.logits import Logit
 from unilinattn.tracing.token_streams import TokenStream
-from unilinattn.tracing.tokens import TokenCall
 from unilinattn.tracing.trace import Target, Trace
 from unilinattn.tracing.trust import require_trust
 
@@ -84,13 +83,12 @@ class FrozenRun:
     @property
     def streams(self) -> tuple[TokenStream, ...]:
         """The streams whose tokens have the shares, one after the other."""
-        return tuple(source.stream for source in self._spec.sources)
+        return self._spec.streams
 
     @property
     def grid(self) -> tuple[int, int] | None:
         """The (rows, columns) of the tokens, if they are those of an image that enters the first block."""
-        origin = self._spec.sources[0].origin
-        return origin.grid if isinstance(origin, TokenCall) and len(self.streams) == 1 else None
+        return self._spec.grid
 
     @runs_in_gradient_mode(True)
     def shares(self, target: Any = -1, logit: Logit = None, *, by: By = "tokens") -> Shares:

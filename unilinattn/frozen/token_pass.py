@@ -20,6 +20,7 @@ from unilinattn.tracing.explained import ExplainedLogit
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.lookups import TokenIds
 from unilinattn.tracing.token_source import Source, find_sources, require_alone
+from unilinattn.tracing.token_streams import TokenStream
 from unilinattn.tracing.tokens import TokenCall, blocks_of, first_stream
 from unilinattn.tracing.trace import Target, Trace
 
@@ -60,6 +61,17 @@ class PassSpec:
         groups = [[layers[index] for index in source.stream.layers] for source in sources]
         blocks = blocks_of(model, groups if len(groups) > 1 else [layers])
         return cls(model, arguments, layers, sources, blocks, explained, positions, trace.token_shape[0])
+
+    @property
+    def streams(self) -> tuple[TokenStream, ...]:
+        """The streams whose tokens are leaves, one after the other."""
+        return tuple(source.stream for source in self.sources)
+
+    @property
+    def grid(self) -> tuple[int, int] | None:
+        """The (rows, columns) of the tokens, if they are those of an image that enters the first block."""
+        origin = self.sources[0].origin
+        return origin.grid if isinstance(origin, TokenCall) and len(self.sources) == 1 else None
 
     def scalar(self, target: Any, logit: Logit) -> Callable[[Any], Float[Tensor, " batch"]]:
         """Return the function from an output of the model to the explained scalar of each sequence."""
