@@ -92,7 +92,8 @@ class AttnLrp(SharesOptions):
     the scales of norms and the slopes of activations are frozen. Of the product of a layer's matrix and its values, the
     values get half of the relevance, and the factors of the matrix half, by their derivative: attention weights through
     softmax to queries and keys, step sizes, decays, strengths, B and C. A matrix that is linear in queries and keys
-    gives half of its part to each. A value and its gate share their product too.
+    gives half of its part to each, and a key shares its half with the step size that scales it. A value and its gate
+    share their product too.
 
     Scores: (batch, query, key), without `query` for a target. Extras with the same axes: `content`, the exact share of
     what the token sent along frozen factors (the scores of `logit`), and `control`, the part of the score on paths

@@ -282,9 +282,12 @@ def _attention(mode: Live, func: Any, query: Tensor, key: Tensor, value: Tensor,
 
 
 def _factors(mode: Live, func: Any, **factors: Tensor | None) -> tuple[Any, ...]:
-    # The matrix is linear in the query and in the key.
-    pair = {"query", "key"} if None not in (factors.get("query"), factors.get("key")) else set()
-    shares = {name: 0.5 if name in pair else 1.0 for name in factors}
+    present = {name for name, factor in factors.items() if factor is not None}
+    shares = dict.fromkeys(factors, 1.0)
+    if {"query", "key"} <= present:
+        # The matrix is linear in the query and in the key, and in a scale of the key such as the step size.
+        scaled = "key_scale" in present
+        shares |= {"query": 0.5, "key": 0.25 if scaled else 0.5, "key_scale": 0.25}
     live = {name: factor for name, factor in factors.items() if factor is not None and factor.requires_grad}
     weighted = {name: mode._weighted(factor, "factor", shares[name]) for name, factor in live.items()}
     return checked_factors(**(factors | weighted))
