@@ -14,6 +14,7 @@ Source: Achtibat et al., "AttnLRP: attention-aware layer-wise relevance propagat
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -164,14 +165,10 @@ class Live(TorchFunctionMode):
         if name in NORMS and all(self.rank(tensor) < DECIDED for tensor in tensors((args, kwargs))):
             return func(*mapped(args, torch.detach), **mapped(kwargs, torch.detach))
         if name in kinds.SLOPES and self.rank(args[0]) < DECIDED:
-            return self._slope(name, func, *args, **kwargs)
+            return _slope(name, func, *args, **kwargs)
         if name in kinds.PRODUCTS or name in kinds.AFFINE:
             return self._product(func, args, kwargs)
         return func(*args, **kwargs)
-
-    def _slope(self, name: str, func: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        slope, level = frozen_slope(name, lambda point: func(point, *args, **kwargs), x.detach())
-        return x * slope if bool(level == 0) else x * slope + level
 
     def _weighted(self, tensor: Tensor, share: str, scale: float = 1.0) -> Tensor:
         return self._paths.weighted(tensor, share, scale)
@@ -194,6 +191,32 @@ class Live(TorchFunctionMode):
         if len(set(ranks)) == 1:
             return [("", 1 / len(operands))] * len(operands)
         return [("value" if rank == min(ranks) else "factor", 1.0) for rank in ranks]
+
+
+def _slope(name: str, func: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Return a function of one value, whose derivative is its frozen slope."""
+    sloped: Tensor = _Sloped.apply(x, name, partial(_called, func, args, kwargs))
+    return sloped
+
+
+def _called(func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], x: Tensor) -> Tensor:
+    return func(x, *args, **kwargs)
+
+
+class _Sloped(torch.autograd.Function):
+    """A function of one value with its frozen slope, which is computed in the first backward pass that needs it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, name: str, func: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.name, ctx.func, ctx.slope = name, func, None
+        return func(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        if ctx.slope is None:
+            ctx.slope, _ = frozen_slope(ctx.name, ctx.func, ctx.saved_tensors[0])
+        return grad * ctx.slope, None, None
 
 
 class _Weighted(torch.autograd.Function):
@@ -269,7 +292,7 @@ def _addmm(mode: Live, func: Any, *args: Any, **kwargs: Any) -> Tensor:
 
 def _glu(mode: Live, func: Any, x: Tensor, dim: int = -1) -> Tensor:
     value, gate = x.chunk(2, dim)
-    activated = mode._slope("sigmoid", torch.sigmoid, gate)
+    activated = _slope("sigmoid", torch.sigmoid, gate)
     mode._ranks[activated] = 2
     return mode._product(torch.mul, (value, activated), {})
 
