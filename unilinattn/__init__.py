@@ -2,9 +2,9 @@
 
 `trace` runs a model once and returns its token-mixing layers, each an exact `MixerOperator`; `explain` and `compare`
 turn them into scores, `evaluate` measures methods on a data set, and `estimate` returns the memory of `explain`
-beforehand. `explain_generation` explains every token that a model generates. `cut` runs a model without some edges
-between tokens. `list_architectures` and `list_methods` return the registry. `analysis` has measurements of layers and
-models beyond scores.
+beforehand. `explain_generation` explains every token that a model generates. `effects` replaces tokens and tells what
+they sent from what they decided. `cut` runs a model without some edges between tokens. `list_architectures` and
+`list_methods` return the registry. `analysis` has measurements of layers and models beyond scores.
 """
 
 import importlib
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from unilinattn.errors import UnilinattnError
     from unilinattn.evaluation.evaluate import evaluate
     from unilinattn.host.substitution import through_operators
+    from unilinattn.methods.effects import effects
     from unilinattn.methods.generation import explain_generation
     from unilinattn.methods.run import compare, estimate, explain
     from unilinattn.operator.flow import Flow
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from unilinattn.reruns.cut import cut
     from unilinattn.results.attribution import Attribution
     from unilinattn.results.comparison import Comparison
+    from unilinattn.results.effects import Effects
     from unilinattn.rules.mixing_functions import register_mixing_function
     from unilinattn.tracing.trace import Trace, trace
 
@@ -37,6 +39,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Attribution",
     "Comparison",
+    "Effects",
     "Flow",
     "MixerOperator",
     "Trace",
@@ -44,6 +47,7 @@ __all__ = [
     "analysis",
     "compare",
     "cut",
+    "effects",
     "estimate",
     "evaluate",
     "explain",
@@ -61,6 +65,7 @@ __all__ = [
 _HOMES = {
     "errors": ("UnilinattnError",),
     "evaluation.evaluate": ("evaluate",),
+    "methods.effects": ("effects",),
     "methods.generation": ("explain_generation",),
     "methods.run": ("compare", "estimate", "explain"),
     "operator.flow": ("Flow",),
@@ -69,6 +74,7 @@ _HOMES = {
     "rules.mixing_functions": ("register_mixing_function",),
     "results.attribution": ("Attribution",),
     "results.comparison": ("Comparison",),
+    "results.effects": ("Effects",),
     "reruns.cut": ("cut",),
     "host.substitution": ("through_operators",),
     "tracing.trace": ("Trace", "trace"),

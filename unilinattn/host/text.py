@@ -105,6 +105,13 @@ class Text:
     def positions(self, target: str | re.Pattern[str]) -> Int[Tensor, " batch"]:
         """Return the last token of the only place where a text or a pattern matches in each sequence.
 
+        Raises the errors of `tokens_of`.
+        """
+        return torch.tensor([last for _, last in self.tokens_of(target)], device="cpu")
+
+    def tokens_of(self, target: str | re.Pattern[str]) -> list[tuple[int, int]]:
+        """Return the first and the last token of the only place where a text or a pattern matches in each sequence.
+
         Positions count real tokens. Raises `InputError` if it matches nowhere or more than once, and for a tokenizer
         without offsets.
         """
@@ -119,9 +126,7 @@ class Text:
                 "its tokens; give a position, or use a fast tokenizer (AutoTokenizer.from_pretrained returns one)."
             )
         pattern = re.compile(re.escape(target)) if isinstance(target, str) else target
-        return torch.tensor(
-            [_place(pattern, *each, target) for each in zip(self.texts, self.spans, strict=True)], device="cpu"
-        )
+        return [_place(pattern, *each, target) for each in zip(self.texts, self.spans, strict=True)]
 
 
 def encoded(texts: str | Sequence[Any], tokenizer: Any) -> Text:
@@ -268,7 +273,9 @@ def token_id(tokenizer: Any, token: str) -> int:
     return ids[0]
 
 
-def _place(pattern: re.Pattern[str], text: str, spans: Sequence[Span], target: str | re.Pattern[str]) -> int:
+def _place(
+    pattern: re.Pattern[str], text: str, spans: Sequence[Span], target: str | re.Pattern[str]
+) -> tuple[int, int]:
     matches = [match.span() for match in pattern.finditer(text) if match.end() > match.start()]
     if len(matches) != 1:
         count = f"occurs {len(matches)} times, at characters {', '.join(str(m[0]) for m in matches[:5])}"
@@ -277,7 +284,8 @@ def _place(pattern: re.Pattern[str], text: str, spans: Sequence[Span], target: s
             "text that occurs once, or a position."
         )
     ((begin, end),) = matches
-    return max(index for index, span in enumerate(spans) if span[0] < end and span[1] > begin)
+    inside = [index for index, span in enumerate(spans) if span[0] < end and span[1] > begin]
+    return inside[0], inside[-1]
 
 
 def _shown(target: str | re.Pattern[str]) -> str:
