@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from unilinattn.reruns.cut import cut
     from unilinattn.results.attribution import Attribution
     from unilinattn.results.comparison import Comparison
-    from unilinattn.results.effects import Effects
     from unilinattn.rules.mixing_functions import register_mixing_function
     from unilinattn.tracing.trace import Trace, trace
 
@@ -39,7 +38,6 @@ __version__ = "0.1.0"
 __all__ = [
     "Attribution",
     "Comparison",
-    "Effects",
     "Flow",
     "MixerOperator",
     "Trace",
@@ -74,7 +72,6 @@ _HOMES = {
     "rules.mixing_functions": ("register_mixing_function",),
     "results.attribution": ("Attribution",),
     "results.comparison": ("Comparison",),
-    "results.effects": ("Effects",),
     "reruns.cut": ("cut",),
     "host.substitution": ("through_operators",),
     "tracing.trace": ("Trace", "trace"),

@@ -17,6 +17,7 @@ from tests.shared import exact_trace
 from tests.texts import PARIS, mamba, tokenizer
 from unilinattn.errors import InputError, OptionError
 from unilinattn.frozen.shares import AffineScalar
+from unilinattn.results.effects import Effects
 from unilinattn.testing import promoted
 
 HOSTS = ("mamba", "mamba2", "llama, grouped queries", "qwen3 next", "bert")
@@ -64,7 +65,7 @@ def substituted(name: str, values: Tensor, factors: Tensor, monkeypatch: pytest.
 
 
 @cache
-def by_hand(name: str, by: Any = "tokens") -> ula.Effects:
+def by_hand(name: str, by: Any = "tokens") -> Effects:
     # Inside of `promoted` the weights would be drawn in float64, which are others.
     model = BY_HAND[name].build()
     with promoted():
@@ -226,7 +227,7 @@ def test_the_mean_is_over_the_replacements() -> None:
 def test_every_token_is_replaced_by_seeded_draws_in_pieces() -> None:
     model, ids = llama_model(), token_ids()
 
-    def measured(**options: Any) -> ula.Effects:
+    def measured(**options: Any) -> Effects:
         with promoted():
             return ula.effects(model, ids, progress=False, **options)
 

@@ -88,7 +88,7 @@ class Effects:
             where = f"{row.first}" if row.last == row.first + 1 else f"{row.first}-{row.last - 1}"
             where = where if len(self.value) == 1 else f"{row.sequence}: {where}"
             part = [self.parts[index % width]] if self.parts else []
-            lines.append([where, _shortened(row.text), *part, *(f"{column[index]:.3f}" for column in numbers)])
+            lines.append([where, _shortened(row.text), *part, *(f"{column[index]:z.3f}" for column in numbers)])
         first = 3 if self.parts else 2
         return f"{head}\n{aligned(lines, right=[0, *range(first, first + 4)], indent=2)}{note}"
 
