@@ -16,6 +16,7 @@ from tests.hosts import named
 from tests.shared import exact_trace
 from tests.texts import PARIS, mamba, tokenizer
 from unilinattn.errors import InputError, OptionError
+from unilinattn.examples import TASKS, load
 from unilinattn.frozen.shares import AffineScalar
 from unilinattn.results.effects import Effects
 from unilinattn.testing import promoted
@@ -239,6 +240,19 @@ def test_every_token_is_replaced_by_seeded_draws_in_pieces() -> None:
     logits = model(ids).logits[:, -1].detach()
     assert worst(result.value, logits.max(-1).values) <= 1e-6
     assert result.logits == tuple(f"logit {each}" for each in logits.argmax(-1).tolist())
+
+
+@pytest.mark.parametrize("model", ["mamba", "mamba2", "s4d", "transformer"])
+def test_a_matched_token_decides_and_the_answer_sends(model: str) -> None:
+    batch = TASKS["induction"].sample(1, 0)
+    answer = int(batch.relevant[0, -1].nonzero())
+    result = ula.effects(
+        load("induction", model), batch.input_ids, replaced=[answer - 1, answer], draws=8, progress=False
+    )
+    assert result.gap <= 1e-4 * float(result.value)
+    # The token before the answer is matched with the query, and has nothing to send.
+    assert float(result.control[0]) > 4 * abs(float(result.content[0]))
+    assert float(result.content[1]) > float(result.content[0])
 
 
 def test_texts_name_spans_and_replacements() -> None:

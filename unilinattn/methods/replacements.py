@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from unilinattn.discovery.perturbation import special_ids
 from unilinattn.errors import InputError, OptionError
@@ -192,7 +192,7 @@ def _fitting(alternatives: Sequence[Sequence[int]], tokens: Int[Tensor, " span"]
 
 def _ordinary(trace: Trace, tokenizer: Any) -> Int[Tensor, " id"]:
     """Return the ids that may be drawn: those of the vocabulary but for special ones."""
-    size = vocabulary_size(trace.host)
+    size = _vocabulary(trace)
     if size is None:
         raise InputError(f"effects: the number of ids of {trace.model} is unknown; give ids as replacement=.")
     ids = torch.arange(min(size, len(tokenizer)) if hasattr(tokenizer, "__len__") else size, device="cpu")
@@ -207,8 +207,14 @@ def _drawn(ordinary: Int[Tensor, " id"], token: int, draws: int, generator: torc
     return others[torch.randperm(len(others), generator=generator, device="cpu")[:draws]]
 
 
+def _vocabulary(trace: Trace) -> int | None:
+    """Return the number of ids of a model, that of its only table if it names none; None if it is unknown."""
+    tables = [module.num_embeddings for module in trace.host.modules() if isinstance(module, nn.Embedding)]
+    return vocabulary_size(trace.host) or (tables[0] if len(tables) == 1 else None)
+
+
 def _require_vocabulary(trace: Trace, ids: Sequence[int]) -> None:
-    size = vocabulary_size(trace.host)
+    size = _vocabulary(trace)
     wrong = [token for token in ids if type(token) is not int or token < 0 or (size is not None and token >= size)]
     if wrong:
         last = "" if size is None else f" to {size - 1}"
