@@ -262,6 +262,8 @@ def test_texts_name_spans_and_replacements() -> None:
     positions = [row.first for row in result.rows]
     span = ula.effects(mamba(), PARIS, replaced=(positions[0], positions[1] + 1), replacement=7, **options)
     assert [row.text for row in span.rows] == [" capital of"] and span.rows[0].last - span.rows[0].first == 2
+    with pytest.raises(InputError, match="replaced 'London' does not occur"):
+        ula.effects(mamba(), PARIS, replaced="London", **options)
     assert " capital of" in repr(span) and "interaction" in repr(span) and "gap" in repr(span)
 
 
@@ -307,11 +309,14 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "position": ({"replaced": 13}, InputError, "has the real tokens 0 to 12"),
     "span": ({"replaced": (4, 4)}, InputError, r"give a position, \(first, stop\)"),
-    "empty": ({"replaced": []}, InputError, "replaced is empty"),
+    "empty": ({"replaced": []}, InputError, r"replaced=\[\]; give"),
     "text": ({"replaced": "Paris"}, InputError, "was not given text"),
     "replacement text": ({"replacement": "Paris"}, InputError, "tokenizer="),
     "replacement length": ({"replaced": 3, "replacement": [[1, 2]]}, InputError, "has 2 tokens, and the replaced"),
     "itself": ({"replaced": 3, "replacement": token_ids()[0, 3].item()}, InputError, "is equal to them"),
+    "replaced": ({"replaced": 3.5}, InputError, "replaced=3.5; give"),
+    "replacement": ({"replacement": 2.5}, InputError, "replacement=2.5; give"),
+    "seed": ({"seed": "a"}, OptionError, "seed='a'"),
     "draws": ({"draws": 0}, OptionError, "draws=0"),
     "many draws": ({"draws": 17}, OptionError, "no special ids"),
     "not linear": ({"logit": lambda out: out.logits[:, -1].log_softmax(-1)[:, 3]}, InputError, "is not linear"),

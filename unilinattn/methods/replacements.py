@@ -101,6 +101,8 @@ def replacements(
     alternatives = None if replacement is None else _alternatives(trace, replacement, tokenizer)
     if isinstance(draws, bool) or not isinstance(draws, int) or draws < 1:
         raise OptionError(f"draws={draws!r}; give a positive number of replacements for each token.")
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise OptionError(f"seed={seed!r}; give a whole number of at least 0.")
     generator = torch.Generator().manual_seed(seed)
     ordinary = _ordinary(trace, tokenizer) if alternatives is None else None
     made = []
@@ -129,15 +131,13 @@ def _spans(trace: Trace, replaced: Any, sequence: int, length: int) -> list[tupl
     if replaced is None:
         return [(token, token + 1) for token in range(length)]
     single = isinstance(replaced, (int, str, re.Pattern)) or (isinstance(replaced, tuple) and _is_pair(replaced))
-    named = [replaced] if single else replaced.tolist() if isinstance(replaced, Tensor) else list(replaced)
-    if not named:
-        raise InputError("replaced is empty; name tokens, or leave it out for each of them.")
+    named = [replaced] if single else _listed(replaced, "replaced")
     spans = []
     for span in named:
         if isinstance(span, (str, re.Pattern)):
             if trace.text is None:
                 raise InputError(f"replaced={span!r} is a text, and the model was not given text; give a position.")
-            first, last = trace.text.tokens_of(span)[sequence]
+            first, last = trace.text.tokens_of(span, "replaced")[sequence]
             spans.append((first, last + 1))
         elif isinstance(span, int) and not isinstance(span, bool) and -length <= span < length:
             spans.append((span % length, span % length + 1))
@@ -151,15 +151,21 @@ def _spans(trace: Trace, replaced: Any, sequence: int, length: int) -> list[tupl
     return spans
 
 
+def _listed(values: Any, name: str) -> list[Any]:
+    """Return the values of a sequence or a tensor; raise `InputError` for others and if there are none."""
+    values = values.tolist() if isinstance(values, Tensor) else values
+    if not isinstance(values, Sequence) or not values:
+        raise InputError(f"{name}={values!r}; give a whole number, a text, or a list with at least one of them.")
+    return list(values)
+
+
 def _is_pair(span: Any) -> bool:
     return isinstance(span, (tuple, list)) and len(span) == 2 and all(type(each) is int for each in span)
 
 
 def _alternatives(trace: Trace, replacement: Any, tokenizer: Any) -> list[list[int]]:
     """Return the ids of each alternative, in place of one token or of as many as it has."""
-    if isinstance(replacement, Tensor):
-        replacement = replacement.tolist()
-    named = [replacement] if isinstance(replacement, (int, str)) else list(replacement)
+    named = [replacement] if isinstance(replacement, (int, str)) else _listed(replacement, "replacement")
     alternatives = []
     for each in named:
         if isinstance(each, str):
@@ -167,9 +173,9 @@ def _alternatives(trace: Trace, replacement: Any, tokenizer: Any) -> list[list[i
                 raise InputError(f"replacement {each!r} is a text; give ids of tokens, or also tokenizer=.")
             alternatives.append(list(tokenizer.encode(each, add_special_tokens=False)))
         else:
-            alternatives.append([each] if isinstance(each, int) else list(each))
-    if not alternatives or not all(alternatives):
-        raise InputError(f"replacement={replacement!r} has no tokens; give an id, a text, or a list of either.")
+            alternatives.append([each] if isinstance(each, int) else _listed(each, "replacement"))
+    if not all(alternatives):
+        raise InputError(f"replacement={replacement!r} has a text without tokens; give ids, or other texts.")
     _require_vocabulary(trace, [token for each in alternatives for token in each])
     return alternatives
 

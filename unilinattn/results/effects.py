@@ -1,6 +1,7 @@
 """`Effects`: the effect of other tokens on a logit, split into content, control and interaction."""
 
 from dataclasses import dataclass
+from math import floor, log10
 from typing import NamedTuple
 
 from jaxtyping import Float
@@ -76,6 +77,8 @@ class Effects:
             f"  replacements: {count} for each row; gap: {self.gap:.1e}"
         )
         width = max(1, len(self.parts))
+        largest = max((float(x.abs().max()) for x in (self.effect, self.content, self.control)), default=0.0)
+        decimals = 3 if not 0 < largest < 1 else 2 - floor(log10(largest))
         numbers = [x.reshape(-1).tolist() for x in (self.effect, self.content, self.control, self.interaction)]
         indices = list(range(len(numbers[0])))
         note = ""
@@ -88,7 +91,9 @@ class Effects:
             where = f"{row.first}" if row.last == row.first + 1 else f"{row.first}-{row.last - 1}"
             where = where if len(self.value) == 1 else f"{row.sequence}: {where}"
             part = [self.parts[index % width]] if self.parts else []
-            lines.append([where, _shortened(row.text), *part, *(f"{column[index]:z.3f}" for column in numbers)])
+            lines.append(
+                [where, _shortened(row.text), *part, *(f"{column[index]:z.{decimals}f}" for column in numbers)]
+            )
         first = 3 if self.parts else 2
         return f"{head}\n{aligned(lines, right=[0, *range(first, first + 4)], indent=2)}{note}"
 
