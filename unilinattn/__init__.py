@@ -2,9 +2,9 @@
 
 `trace` runs a model once and returns its token-mixing layers, each an exact `MixerOperator`; `explain` and `compare`
 turn them into scores, `evaluate` measures methods on a data set, and `estimate` returns the memory of `explain`
-beforehand. `explain_generation` explains every token that a model generates. `cut` runs a model without some edges
-between tokens. `list_architectures` and `list_methods` return the registry. `analysis` has measurements of layers and
-models beyond scores.
+beforehand. `explain_generation` explains every token that a model generates. `effects` replaces tokens and tells what
+they sent from what they decided. `cut` runs a model without some edges between tokens. `list_architectures` and
+`list_methods` return the registry. `analysis` has measurements of layers and models beyond scores.
 """
 
 import importlib
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from unilinattn.errors import UnilinattnError
     from unilinattn.evaluation.evaluate import evaluate
     from unilinattn.host.substitution import through_operators
+    from unilinattn.methods.effects import effects
     from unilinattn.methods.generation import explain_generation
     from unilinattn.methods.run import compare, estimate, explain
     from unilinattn.operator.flow import Flow
@@ -44,6 +45,7 @@ __all__ = [
     "analysis",
     "compare",
     "cut",
+    "effects",
     "estimate",
     "evaluate",
     "explain",
@@ -61,6 +63,7 @@ __all__ = [
 _HOMES = {
     "errors": ("UnilinattnError",),
     "evaluation.evaluate": ("evaluate",),
+    "methods.effects": ("effects",),
     "methods.generation": ("explain_generation",),
     "methods.run": ("compare", "estimate", "explain"),
     "operator.flow": ("Flow",),

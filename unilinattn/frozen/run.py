@@ -14,6 +14,7 @@ from unilinattn.call.exactness import layer_tolerance
 from unilinattn.errors import OptionError, UncoveredError, nearest
 from unilinattn.frozen.passes import FrozenPass
 from unilinattn.frozen.shares import (
+    AffineScalar,
     Linearized,
     Shares,
     Stream,
@@ -176,12 +177,48 @@ class FrozenRun:
         `doubt` instead.
         """
         shares = self.shares(target, logit, by=by)
+        self._require_sum(shares, by)
+        return shares
+
+    def _require_sum(self, shares: Shares, by: By) -> None:
         accepted = max(layer_tolerance(layer.precision) for layer in self._layers)
         doubt = None if self.doubt else doubt_of(shares, by, self._layers, accepted, self.culprit)
         if doubt is not None:
             require_trust(doubt)
             self.doubt = f"{doubt}."
-        return shares
+
+    @runs_in_gradient_mode(True)
+    def affine(self, target: Any = -1, logit: Logit = None, *, outputs: bool = False) -> AffineScalar:
+        """Return a logit, or another scalar of the output, as a function of the tokens' vectors: one backward pass.
+
+        `outputs` asks for the gradients at the layers' outputs too. Raises the errors of `complete_shares`, and
+        `UncoveredError` for a model with several streams of tokens.
+        """
+        if len(self.streams) > 1:
+            raise UncoveredError(
+                f"{type(self._spec.model).__name__} has several streams of tokens "
+                f"({', '.join(stream.name for stream in self.streams)}), and other values are those of one stream."
+            )
+        run, (leaves,) = self._pass, self._pass.leaves
+        scalar, entry = self._linearized(target, logit, run), run.entries.get(0)
+        vectors, leading = [leaf.detach() for leaf in leaves], list(leaves)
+        if entry is not None and has_constants(entry, leaves[0].shape[1]):
+            assert entry.tangent is not None
+            vectors, leading = [*vectors, entry.tangent], [*leading, entry.value]
+        slopes = scalar.gradients([*leading, *(run.outputs if outputs else ())])
+        gradients = [torch.zeros_like(x) if slope is None else slope for x, slope in zip(vectors, slopes, strict=False)]
+        early = by_token(vectors[-1], gradients[-1]).sum(1) if len(vectors) > len(leaves) else 0
+        affine = AffineScalar(
+            tuple(vectors),
+            tuple(gradients),
+            slopes[len(leading) :],
+            scalar.constant - early,
+            scalar.value - scalar.linear,
+            self._value(scalar, target, logit),
+            scalar.terms,
+        )
+        self._require_sum(affine.shares, "tokens")
+        return affine
 
     @runs_in_gradient_mode(True)
     def bias_by_source(self, target: Any = -1, logit: Logit = None) -> dict[str, Float[Tensor, " batch"]]:

@@ -75,6 +75,37 @@ class Shares:
 
 
 @dataclass(frozen=True, eq=False)
+class AffineScalar:
+    """A scalar of the output as a function of the tokens' vectors: sum of vectors . gradients + bias + remainder.
+
+    Attributes:
+        vectors: the vectors of the tokens, a tensor for each lookup, and the constants that are added to a stream of
+            them, such as positions.
+        gradients: the gradient of the scalar at each of `vectors`.
+        outputs: the gradients of the scalar at the layers' outputs, None for a layer that it does not depend on; empty
+            unless they were asked for.
+        bias: the part of the biases and other constants that are added later.
+        remainder: the scalar less its linear part at the output; zero for a logit.
+        value: the scalar of the traced output; at length, that of the frozen run.
+        terms: the sum of the absolute values of the scalar's terms at the output, whose rounding is that of `value`.
+    """
+
+    vectors: tuple[Float[Tensor, "batch key _"], ...]
+    gradients: tuple[Float[Tensor, "batch key _"], ...]
+    outputs: tuple[Tensor | None, ...]
+    bias: Float[Tensor, " batch"]
+    remainder: Float[Tensor, " batch"]
+    value: Float[Tensor, " batch"]
+    terms: Float[Tensor, " batch"]
+
+    @property
+    def shares(self) -> Shares:
+        """The parts of the scalar by token."""
+        tokens = torch.stack([by_token(x, grad) for x, grad in zip(self.vectors, self.gradients, strict=True)]).sum(0)
+        return Shares(tokens, torch.zeros_like(tokens), self.bias, self.remainder, self.value, self.terms)
+
+
+@dataclass(frozen=True, eq=False)
 class Unembedding:
     """A scalar of the output as a function of the last residual stream: stream . gradient + bias + remainder = value.
 

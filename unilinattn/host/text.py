@@ -105,23 +105,28 @@ class Text:
     def positions(self, target: str | re.Pattern[str]) -> Int[Tensor, " batch"]:
         """Return the last token of the only place where a text or a pattern matches in each sequence.
 
+        Raises the errors of `tokens_of`.
+        """
+        return torch.tensor([last for _, last in self.tokens_of(target)], device="cpu")
+
+    def tokens_of(self, target: str | re.Pattern[str], name: str = "target") -> list[tuple[int, int]]:
+        """Return the first and the last token of the only place where a text or a pattern matches in each sequence.
+
         Positions count real tokens. Raises `InputError` if it matches nowhere or more than once, and for a tokenizer
-        without offsets.
+        without offsets; `name` is that of the argument.
         """
         if self.texts is None:
             raise InputError(
-                f"target {_shown(target)} is a text, and the inputs are the tokens of one that is unknown; give a "
+                f"{name} {_shown(target)} is a text, and the inputs are the tokens of one that is unknown; give a "
                 "position, or the text with tokenizer=."
             )
         if self.spans is None:
             raise InputError(
-                f"target {_shown(target)} is a text, and {type(self.tokenizer).__name__} does not return the places of "
+                f"{name} {_shown(target)} is a text, and {type(self.tokenizer).__name__} does not return the places of "
                 "its tokens; give a position, or use a fast tokenizer (AutoTokenizer.from_pretrained returns one)."
             )
         pattern = re.compile(re.escape(target)) if isinstance(target, str) else target
-        return torch.tensor(
-            [_place(pattern, *each, target) for each in zip(self.texts, self.spans, strict=True)], device="cpu"
-        )
+        return [_place(pattern, *each, f"{name} {_shown(target)}") for each in zip(self.texts, self.spans, strict=True)]
 
 
 def encoded(texts: str | Sequence[Any], tokenizer: Any) -> Text:
@@ -268,16 +273,17 @@ def token_id(tokenizer: Any, token: str) -> int:
     return ids[0]
 
 
-def _place(pattern: re.Pattern[str], text: str, spans: Sequence[Span], target: str | re.Pattern[str]) -> int:
+def _place(pattern: re.Pattern[str], text: str, spans: Sequence[Span], subject: str) -> tuple[int, int]:
     matches = [match.span() for match in pattern.finditer(text) if match.end() > match.start()]
     if len(matches) != 1:
         count = f"occurs {len(matches)} times, at characters {', '.join(str(m[0]) for m in matches[:5])}"
         raise InputError(
-            f"target {_shown(target)} {count if matches else 'does not occur'} in the text {_shortened(text)}; give a "
+            f"{subject} {count if matches else 'does not occur'} in the text {_shortened(text)}; give a "
             "text that occurs once, or a position."
         )
     ((begin, end),) = matches
-    return max(index for index, span in enumerate(spans) if span[0] < end and span[1] > begin)
+    inside = [index for index, span in enumerate(spans) if span[0] < end and span[1] > begin]
+    return inside[0], inside[-1]
 
 
 def _shown(target: str | re.Pattern[str]) -> str:

@@ -94,7 +94,7 @@ def explain(
     """
     name, options = (None, options) if method is None else named(method, options)
     with limited_to(max_memory), bars(progress), trusting(trust):
-        traced = _traced(model_or_trace, inputs, tokenizer, processor)
+        traced = traced_model(model_or_trace, inputs, tokenizer, processor)
         target, options = _by_position(traced, tokenizer, target, options)
         entry, options = chosen_method(name, options, traced)
         with advised(traced, target, entry, options, note=_default_note(entry, name)):
@@ -136,7 +136,7 @@ def estimate(
             f"have an estimate: {', '.join(costed)}."
         )
     with limited_to(max_memory), trusting(trust):
-        traced = _traced(model_or_trace, inputs, tokenizer, processor)
+        traced = traced_model(model_or_trace, inputs, tokenizer, processor)
         target, options = _by_position(traced, tokenizer, target, options)
         entry, options = chosen_method(name, options, traced)
         assert entry.cost is not None
@@ -192,7 +192,7 @@ def compare(
     results: dict[str, dict[str, Attribution]] = {}
     with limited_to(max_memory), bars(progress), trusting(trust):
         for model, host in steps(models.items(), "models"):
-            traced = _traced(host, None if isinstance(host, Trace) else inputs, tokenizer, processor)
+            traced = traced_model(host, None if isinstance(host, Trace) else inputs, tokenizer, processor)
             results[model] = {}
             for label, (method, keywords) in rows.items():
                 entry = registered(method)
@@ -293,7 +293,8 @@ def _default_note(method: Method, named: str | None) -> str:
     return "" if named is not None else f"No method was named, so this was the default, {method.name!r}{composed}. "
 
 
-def _traced(model_or_trace: nn.Module | Trace, inputs: Any, tokenizer: Any, processor: Any) -> Trace:
+def traced_model(model_or_trace: nn.Module | Trace, inputs: Any, tokenizer: Any, processor: Any) -> Trace:
+    """Return the trace, or that of a model on inputs; raise `InputError` for a trace with inputs."""
     if isinstance(model_or_trace, Trace):
         if inputs is not None:
             raise InputError("a trace holds its inputs already; pass only the trace, or the model with other inputs.")

@@ -14,7 +14,7 @@ from unilinattn.memory import parts as slices
 from unilinattn.operator.contributions import sum_of_contributions, values_by_token
 from unilinattn.operator.pairwise import PairwiseContributions, Tile, pairwise_of
 from unilinattn.operator.scopes import restricted, scoped, sums_cores, through_core
-from unilinattn.operator.stages import Center, Chain, Matrix, Scale, Stage, ToComplex, ToReal, run
+from unilinattn.operator.stages import Center, Chain, Matrix, Scale, Stage, ToComplex, ToReal, run, run_adjoint
 
 if TYPE_CHECKING:
     from unilinattn.operator.operator import MixerOperator
@@ -74,6 +74,14 @@ class HeadContributions:
         chain, x = restricted(self.chain, factors), self._input
         assert chain is not None
         return sum_of_contributions(chain, x, self.operator.name, activation)
+
+    def adjoint(self, grad: Float[Tensor, "batch query out"], part: int) -> Float[Tensor, "batch key in"]:
+        """Return sum_i grad_i . T^h_ij as a vector for each key j, of one part."""
+        factors = self.operator.output.new_zeros(self.channels)
+        factors[self.channel_sets[part]] = 1
+        chain = restricted(self.chain, factors)
+        assert chain is not None
+        return run_adjoint(chain, grad.to(self.operator.output.dtype))
 
     def around(self) -> Float[Tensor, "batch query out"]:
         """Return the part of the output, without bias, that passes around the core, such as a residual inside."""
