@@ -214,7 +214,7 @@ class FrozenRun:
             slopes[len(leading) :],
             scalar.constant - early,
             scalar.value - scalar.linear,
-            self._value(scalar, target, logit),
+            self._spec.value(scalar.value, target, logit),
             scalar.terms,
         )
         self._require_sum(affine.shares, "tokens")
