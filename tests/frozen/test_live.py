@@ -3,7 +3,6 @@
 from functools import cache
 
 import pytest
-import torch
 from torch import Tensor
 
 import unilinattn as ula
@@ -27,8 +26,7 @@ def _by_hand(name: str) -> dict[str, Tensor]:
     return {part: relevance(model, weights) for part, weights in PASSES.items()}
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_relevances_equal_those_of_models_rewritten_by_hand(name: str) -> None:
+def _require_equal(name: str) -> None:
     relevances, expected = _relevances(name), _by_hand(name)
     assert worst(relevances.tokens, expected["tokens"]) <= 1e-10
     assert worst(relevances.content, expected["content"]) <= 1e-10
@@ -36,3 +34,13 @@ def test_relevances_equal_those_of_models_rewritten_by_hand(name: str) -> None:
     # No two of the three are equal, so that each comparison could fail.
     for first, other in [("tokens", "sent"), ("tokens", "content"), ("sent", "content")]:
         assert worst(expected[first], expected[other]) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3 next, experts"])
+def test_relevances_equal_those_of_transformers_rewritten_by_hand(name: str) -> None:
+    _require_equal(name)
+
+
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "qwen3 next, hybrid"])
+def test_relevances_equal_those_of_recurrences_rewritten_by_hand(name: str) -> None:
+    _require_equal(name)
