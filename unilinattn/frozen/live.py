@@ -185,19 +185,20 @@ def live_output(layer: Layer, x: Float[Tensor, "batch key in"], paths: Paths, dt
 
 def _evaluate(paths: Paths, stages: Sequence[Stage], x: Tensor) -> Tensor:
     """Apply stages to a carried tensor, which shares its relevance with all factors but slopes and scales of norms."""
-    with torch._C.DisableTorchFunction():
-        for stage in stages:
+    for stage in stages:
+        # A gate is computed when it is first needed, and its activation has a rule too.
+        factor = stage.scale if isinstance(stage, Scale) else None
+        with torch._C.DisableTorchFunction():
             if isinstance(stage, Branch):
                 x = torch.stack([_evaluate(paths, chain, x) for chain in stage.chains]).sum(0)
                 continue
-            if isinstance(stage, Scale):
-                factor = stage.scale.detach() if stage.role in ("act", "norm") else stage.scale
+            is_live = isinstance(stage, Mix) and carried(list(vars(stage.mixer).values()))
+            if isinstance(stage, Scale) and factor is not None:
+                factor = factor.detach() if stage.role in ("act", "norm") else factor
                 is_live = factor.requires_grad
                 stage = replace(stage, factor=paths.weighted(factor, "factor") if is_live else factor)
-            else:
-                is_live = isinstance(stage, Mix) and carried(list(vars(stage.mixer).values()))
             x = stage.apply(paths.weighted(x, "value") if is_live else x)
-        return x
+    return x
 
 
 def require_visible(output: Any, model: str) -> None:
