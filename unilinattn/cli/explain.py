@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> None:
         return
     with quiet_hosts():
         host, tokenizer = load_checkpoint(options.path, options.dtype)
-        observed = trace(host, options.text, tokenizer=tokenizer)
+        observed = trace(host, options.text, tokenizer=tokenizer, bos=options.bos)
         target = position_of(observed, _integer("-1" if options.target is None else options.target))
         keywords = _method_options(options)
         with warnings.catch_warnings():
@@ -80,6 +80,7 @@ def _run_generation(options: argparse.Namespace) -> None:
             tokenizer=tokenizer,
             max_new_tokens=options.generate,
             method=options.method,
+            bos=options.bos,
             trust=options.trust,
             **_method_options(options),
         )
