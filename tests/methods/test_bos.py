@@ -107,7 +107,7 @@ def test_the_token_comes_before_each_text_of_a_batch(side: str) -> None:
 
 def test_bos_that_cannot_be_added() -> None:
     model = llama()
-    with pytest.raises(OptionError, match="has no beginning-of-text token .*set `tokenizer.bos_token`"):
+    with pytest.raises(OptionError, match=r"has no beginning-of-text token .*set `tokenizer.bos_token`"):
         ula.explain(model, "the cat", tokenizer=reader(bos_token=None), bos=True)
     for call in (ula.trace, ula.explain_generation, ula.estimate):
         with pytest.raises(OptionError, match="bos=True, and the inputs are no texts; put the id"):

@@ -97,7 +97,9 @@ class Sinks:
             raise InputError(f"batch={batch}; there are {len(self.real)} sequences, 0 to {len(self.real) - 1}.")
         real = self.real[batch].nonzero().flatten()
         masses = torch.stack([self._over_heads(mass[batch][:, real]) for mass in self.masses])
-        labels = None if self.tokens is None or len(real) > TICKS else [self.tokens[batch][key] for key in real.tolist()]
+        labels = (
+            None if self.tokens is None or len(real) > TICKS else [self.tokens[batch][key] for key in real.tolist()]
+        )
         ratios = self.norms[:, batch, real]
         norms = torch.where(ratios > 0, ratios.log10(), torch.nan)
         pictures = [
