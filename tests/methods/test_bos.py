@@ -81,7 +81,7 @@ def test_bos_puts_the_token_before_the_text() -> None:
     tokenizer = reader()
     with pytest.warns(SinkWarning, match=r"position 1 ' ?the'") as caught:
         result = ula.explain(llama(), "the cat sat", tokenizer=tokenizer, target="cat", bos=True)
-    assert LACKS not in str(caught[0].message)
+    assert not any(LACKS in str(each.message) for each in caught)
     assert result.tokens is not None and [text.strip() for text in result.tokens[0]] == ["<s>", "the", "cat", "sat"]
     assert result.options["target"] == [2]
     ids = torch.tensor([[6, 1, 2, 3]])

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import log10
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from unilinattn.operator.edges import is_causal
 from unilinattn.operator.selection import Heads
 from unilinattn.scoring.selection import layers_in, mixing_operator
 from unilinattn.tracing.layer import Layer
-from unilinattn.tracing.sinks import norm_ratios, positions, sink_tokens
+from unilinattn.tracing.sinks import OUTLIER, norm_ratios, positions, sink_tokens
 from unilinattn.tracing.trace import Trace
 
 EXCESS = 0.3
@@ -89,7 +90,7 @@ class Sinks:
     def plot(self, where: Where = None, *, batch: int = 0) -> Figure:
         """Draw log10 of the norm ratio, and the mean and the maximum over heads of the column mass, token by layer.
 
-        Cells without a number are white; without streams the ratio is left out. `batch`: index of the sequence.
+        Cells without a number are white; without streams the ratio is left out. Its colours end at 10 times the median or above. `batch`: index of the sequence.
 
         Raises `InputError` for an index out of range.
         """
@@ -103,7 +104,13 @@ class Sinks:
         ratios = self.norms[:, batch, real]
         norms = torch.where(ratios > 0, ratios.log10(), torch.nan)
         pictures = [
-            *([] if bool(norms.isnan().all()) else [("stream norm / median, log10", norms, None)]),
+            *(
+                []
+                if bool(norms.isnan().all())
+                else [
+                    ("stream norm / median, log10", norms, max(log10(OUTLIER), float(norms.nan_to_num().abs().max())))
+                ]
+            ),
             ("column mass, mean over heads", masses[:, 0], 1.0),
             ("column mass, largest of the heads", masses[:, 1], 1.0),
         ]
