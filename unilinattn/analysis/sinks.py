@@ -90,7 +90,8 @@ class Sinks:
     def plot(self, where: Where = None, *, batch: int = 0) -> Figure:
         """Draw log10 of the norm ratio, and the mean and the maximum over heads of the column mass, token by layer.
 
-        Cells without a number are white; without streams the ratio is left out. Its colours end at 10 times the median or above. `batch`: index of the sequence.
+        Cells without a number are white. Without streams the ratio is left out; its colours end at 10 times the median
+        or above. `batch`: index of the sequence.
 
         Raises `InputError` for an index out of range.
         """
@@ -98,22 +99,18 @@ class Sinks:
             raise InputError(f"batch={batch}; there are {len(self.real)} sequences, 0 to {len(self.real) - 1}.")
         real = self.real[batch].nonzero().flatten()
         masses = torch.stack([self._over_heads(mass[batch][:, real]) for mass in self.masses])
-        labels = (
-            None if self.tokens is None or len(real) > TICKS else [self.tokens[batch][key] for key in real.tolist()]
-        )
+        labels = None
+        if self.tokens is not None and len(real) <= TICKS:
+            labels = [self.tokens[batch][key] for key in real.tolist()]
         ratios = self.norms[:, batch, real]
         norms = torch.where(ratios > 0, ratios.log10(), torch.nan)
         pictures = [
-            *(
-                []
-                if bool(norms.isnan().all())
-                else [
-                    ("stream norm / median, log10", norms, max(log10(OUTLIER), float(norms.nan_to_num().abs().max())))
-                ]
-            ),
+            ("stream norm / median, log10", norms, max(log10(OUTLIER), float(norms.nan_to_num().abs().max()))),
             ("column mass, mean over heads", masses[:, 0], 1.0),
             ("column mass, largest of the heads", masses[:, 1], 1.0),
         ]
+        if self.by_norm is None:
+            del pictures[0]
         layers = [str(index) for index in range(len(self.layers))] if len(self.layers) <= TICKS else None
         axes: dict[str, Any] = dict(rows="token", columns="layer", row_labels=labels, column_labels=layers)
         panels = [heat_map(values.T, title, limit=limit, **axes) for title, values, limit in pictures]
