@@ -10,10 +10,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import unilinattn as ula
 from tests.methods.sinks import LAYERS, SINK, llama
+from tests.test_cli import WORDS as CLI_WORDS
 from tests.test_cli import save_tokenizer
 from unilinattn import cli
 from unilinattn.errors import SinkWarning
 from unilinattn.examples import MODELS, TASKS, load
+from unilinattn.results.panels import panels
 from unilinattn.testing import TOLERANCES, relative_error
 from unilinattn.testing.hosts import HOSTS, host
 from unilinattn.tracing.sinks import OUTLIER
@@ -54,7 +56,8 @@ def test_padded_sequences_have_the_sinks_of_single_ones(side: str) -> None:
     with pytest.warns(SinkWarning) as caught:
         result = ula.explain(model, batch, target=-1)
     assert result.sinks == ((2 if side == "left" else 0,), (0,))
-    assert "sinks: position 0 of sequence 0, position 0 of sequence 1. " in str(caught[0].message)
+    (message,) = [str(warning.message) for warning in caught if warning.category is SinkWarning]
+    assert "sinks: position 0 of sequence 0, position 0 of sequence 1. " in message
     assert result.select(batch=0).sinks == (result.sinks[0],)
     assert sinks_of(model, short) == ((0,),)
 
@@ -132,6 +135,50 @@ def test_the_command_line_names_the_sinks(tmp_path: Path, capsys: pytest.Capture
     rows = [line for line in generated.splitlines() if line.startswith("     ")]
     assert rows and not any("<s>" in line for line in rows)
     assert "WARNING: attention sink: position 0 '<s>'." in generated
+
+
+def ignoring_sinks(*arguments: object, **options: object) -> ula.Attribution:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SinkWarning)
+        return ula.explain(*arguments, **options)
+
+
+def test_a_single_token_has_no_sinks_and_its_score() -> None:
+    result = ignoring_sinks(llama(), torch.tensor([[SINK]]), target=-1, tokens=["only"])
+    assert result.sinks == ((),) and result.warnings == ()
+    (panel,) = panels(result)
+    assert panel.notes[-1] == f"largest {float(result.scores):.3g}"
+    assert '"only"' in result.to_html() and result.plot() is not None
+
+
+def test_a_ranking_of_nothing_says_so() -> None:
+    result = ignoring_sinks(llama(), torch.tensor([[SINK, 5]]), target=-1, tokens=WORDS[:2])
+    assert result.sinks == ((0,),) and "WARNING: attention sink: position 0 '<s>'" in repr(result)
+    (panel,) = panels(result)
+    assert panel.notes[-2] == "no other tokens" and not panel.signed
+    assert "no other tokens, the token itself" in result.to_html()
+    texts = {text.get_text() for axes in result.plot().axes for text in axes.texts}
+    assert any("no other tokens" in text for text in texts)
+
+
+def test_a_result_of_sinks_only() -> None:
+    result = ignoring_sinks(llama(), IDS, target=-1, tokens=WORDS).spans([(0, 5)], unit="tokens")
+    assert result.sinks == ((0,),) and result.sizes["key"] == 1
+    (panel,) = panels(result)
+    assert panel.notes[-1] == "no other scores"
+    assert "no other scores" in result.to_html() and result.plot() is not None
+
+
+def test_the_command_line_of_a_ranking_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    llama().save_pretrained(tmp_path)
+    save_tokenizer(tmp_path, [*CLI_WORDS, *"ghijklmn"])
+    for text in ("<s>", "<s> cat"):
+        assert cli.main(["explain", str(tmp_path), "--text", text]) == 0
+        out = capsys.readouterr().out
+        assert out.count("attention sink, no bar") == (" " in text) and "#" not in out
+    assert cli.main(["explain", str(tmp_path), "--text", "<s>", "--generate", "2"]) == 0
+    first, second = [line for line in capsys.readouterr().out.splitlines() if line.startswith("     ")]
+    assert first.endswith("no tokens before it but attention sinks") and "attention sinks" not in second
 
 
 @pytest.mark.parametrize(("task", "model"), [("induction", name) for name in MODELS])

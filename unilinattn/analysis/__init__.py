@@ -8,6 +8,7 @@ from unilinattn.analysis.decomposition import DecompositionErrors, decomposition
 from unilinattn.analysis.inner import InnerMatrices, QueryKeyHistory, inner_matrices, query_key_history
 from unilinattn.analysis.mixing import LayerMixing, Taxonomy, taxonomy
 from unilinattn.analysis.similarity import LayerSimilarity, MapSimilarity, layer_similarity, map_similarity
+from unilinattn.analysis.sinks import Sinks, sinks
 from unilinattn.analysis.smoothing import Oversmoothing, oversmoothing, token_cosine
 from unilinattn.analysis.statistics import LayerStatistics, MapStatistics, map_statistics
 from unilinattn.analysis.tokens import (
@@ -36,6 +37,7 @@ __all__ = [
     "Oversmoothing",
     "Projection",
     "QueryKeyHistory",
+    "Sinks",
     "States",
     "Taxonomy",
     "TokenSimilarity",
@@ -52,6 +54,7 @@ __all__ = [
     "oversmoothing",
     "project_states",
     "query_key_history",
+    "sinks",
     "states",
     "taxonomy",
     "token_cosine",

@@ -65,11 +65,14 @@ def heat_map(
     column_labels: Sequence[str] | None = None,
     limit: float | None = None,
 ) -> Paint:
-    """Return a panel with a heat map, whose colours diverge around zero if a value is negative and end at `limit`."""
+    """Return a panel with a heat map, whose colours diverge around zero if a value is negative and end at `limit`.
+
+    NaN has no colour.
+    """
     array = values.detach().double().cpu().numpy()
 
     def paint(axes: "Axes") -> None:
-        signed, top = bool((array < 0).any()), limit or float(np.abs(array).max()) or 1.0
+        signed, top = bool((array < 0).any()), limit or float(np.nan_to_num(np.abs(array)).max()) or 1.0
         stops = (DIVERGING if signed else SEQUENTIAL)["light"]
         colours = import_extra("matplotlib.colors", "plot").LinearSegmentedColormap.from_list("unilinattn", stops)
         low = -top if signed else 0

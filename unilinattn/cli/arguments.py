@@ -69,6 +69,9 @@ def _explain(commands: Any) -> None:
     )
     explain.add_argument("--text", required=True, help="the input")
     explain.add_argument(
+        "--bos", action="store_true", help="put the tokenizer's beginning-of-text token before the text"
+    )
+    explain.add_argument(
         "--method",
         help="name of a method, see `unilinattn list` (default: logit; without logits alti over all layers)",
     )

@@ -32,6 +32,8 @@ BAR = 40
 
 SINK = "attention sink, no bar"
 
+NO_OTHERS = "no tokens before it but attention sinks"
+
 
 def run(options: argparse.Namespace) -> None:
     """Explain a local checkpoint on a text: print its tokens' scores for the target, and save them with --out."""
@@ -43,7 +45,7 @@ def run(options: argparse.Namespace) -> None:
         return
     with quiet_hosts():
         host, tokenizer = load_checkpoint(options.path, options.dtype)
-        observed = trace(host, options.text, tokenizer=tokenizer)
+        observed = trace(host, options.text, tokenizer=tokenizer, bos=options.bos)
         target = position_of(observed, _integer("-1" if options.target is None else options.target))
         keywords = _method_options(options)
         with warnings.catch_warnings():
@@ -80,6 +82,7 @@ def _run_generation(options: argparse.Namespace) -> None:
             tokenizer=tokenizer,
             max_new_tokens=options.generate,
             method=options.method,
+            bos=options.bos,
             trust=options.trust,
             **_method_options(options),
         )
@@ -90,9 +93,10 @@ def _run_generation(options: argparse.Namespace) -> None:
     texts, made = result.tokens[0], result.query_tokens[0]
     rows, sinks = [], () if result.sinks is None else result.sinks[0]
     for position, (text, row) in enumerate(zip(made, scores.view(len(made), -1), strict=True), len(texts) - len(made)):
-        ranking = [key for key in row.abs().argsort(descending=True).tolist() if key not in sinks]
+        # The keys from the generated token on have scores of zero.
+        ranking = [key for key in row[:position].abs().argsort(descending=True).tolist() if key not in sinks]
         named = "   ".join(f"{texts[key]!r} {float(row[key]):.3g}" for key in ranking[:LARGEST])
-        rows.append((f"{position:>4}", repr(text), named))
+        rows.append((f"{position:>4}", repr(text), named or NO_OTHERS))
     print(aligned(rows, indent=2))
     _finish(result, options.out)
 

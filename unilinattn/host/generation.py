@@ -13,7 +13,7 @@ from unilinattn.host.image import is_image
 from unilinattn.host.inputs import host_arguments, is_encoder_decoder, max_positions, pixels
 from unilinattn.host.recomputation import captures
 from unilinattn.host.run import run
-from unilinattn.host.text import encoded, is_text
+from unilinattn.host.text import NO_TEXT, encoded, is_text
 
 RESERVED = ("inputs", "input_ids", "inputs_embeds", "attention_mask", "max_new_tokens", "max_length")
 """Arguments of a host's `generate` that are set here."""
@@ -36,19 +36,23 @@ class Generation:
     first: int
 
 
-def prompt_ids(model: nn.Module, prompt: Any, tokenizer: Any) -> Int[Tensor, "1 length"]:
+def prompt_ids(model: nn.Module, prompt: Any, tokenizer: Any, *, bos: bool = False) -> Int[Tensor, "1 length"]:
     """Return the token ids of a prompt, on the model's device.
 
-    `prompt`: a text, ids (1, length), or a mapping with `input_ids` and an `attention_mask` without padding.
+    `prompt`: a text, ids (1, length), or a mapping with `input_ids` and an `attention_mask` without padding. `bos`:
+    whether the tokenizer's beginning-of-text token goes before a text that does not open with it.
 
-    Raises `InputError` for several prompts, images, padding and ids that the model does not have.
+    Raises `InputError` for several prompts, images, padding and ids that the model does not have, and `OptionError` for
+    a `bos` that cannot be added.
     """
     if is_image(prompt):
         raise InputError("the prompt is an image; give a text, or the token ids of one.")
     if isinstance(prompt, (list, tuple)):
         raise InputError(f"the prompt is a {type(prompt).__name__}; {ONE_PROMPT}")
+    if bos and not is_text(prompt):
+        raise OptionError(f"bos=True, and {NO_TEXT}")
     if is_text(prompt):
-        prompt = encoded(prompt, tokenizer).arguments_for(model)["input_ids"]
+        prompt = encoded(prompt, tokenizer, bos=bos).arguments_for(model)["input_ids"]
     arguments = dict(prompt) if isinstance(prompt, Mapping) else {"input_ids": prompt}
     if further := sorted(arguments.keys() - {"input_ids", "attention_mask"}):
         images = " An image in the prompt is not covered." if pixels(arguments) is not None else ""

@@ -15,6 +15,9 @@ from unilinattn.host.inputs import decoder_start, vocabulary_size
 from unilinattn.host.labels import labels_of_ids, labels_of_text, token_text
 
 Value = TypeVar("Value")
+NO_TEXT = "the inputs are no texts; put the id of the beginning-of-text token before the ids, or give the texts."
+"""End of an error for an option that only texts have."""
+
 Span = tuple[int, int]
 """First character of a token in its text, and the one after its last."""
 
@@ -129,11 +132,13 @@ class Text:
         return [_place(pattern, *each, f"{name} {_shown(target)}") for each in zip(self.texts, self.spans, strict=True)]
 
 
-def encoded(texts: str | Sequence[Any], tokenizer: Any) -> Text:
+def encoded(texts: str | Sequence[Any], tokenizer: Any, *, bos: bool = False) -> Text:
     """Tokenize texts, or pairs of texts such as ("premise", "hypothesis"), and pad them on the tokenizer's side.
 
+    `bos`: whether the tokenizer's beginning-of-text token goes before each text that does not open with it.
+
     Raises `InputError` for texts without a tokenizer, for other values among them, for a text without tokens and for
-    one that no encoding has.
+    one that no encoding has, and `OptionError` for `bos` and a tokenizer without such a token.
     """
     sequences = [_parts(number, text) for number, text in enumerate([texts] if isinstance(texts, str) else texts)]
     if not callable(tokenizer) or not hasattr(tokenizer, "convert_ids_to_tokens"):
@@ -145,6 +150,8 @@ def encoded(texts: str | Sequence[Any], tokenizer: Any) -> Text:
         raise InputError(
             f"text {empty[0]}, {sequences[empty[0]][0]!r}, has no tokens; give a text of at least one token."
         )
+    starts = [_start(tokenizer, row) if bos else [] for row in rows]
+    rows = [[*start, *row] for start, row in zip(starts, rows, strict=True)]
     longest = max(map(len, rows))
     left = getattr(tokenizer, "padding_side", "right") == "left"
 
@@ -160,14 +167,34 @@ def encoded(texts: str | Sequence[Any], tokenizer: Any) -> Text:
         arguments["attention_mask"] = torch.tensor([padded([1] * len(row), 0) for row in rows], device="cpu")
     if any(len(each) > 1 for each in sequences) and "token_type_ids" in encodings[0]:
         arguments["token_type_ids"] = torch.tensor(
-            [padded(each["token_type_ids"], 0) for each in encodings], device="cpu"
+            [
+                padded([*[0] * len(start), *each["token_type_ids"]], 0)
+                for start, each in zip(starts, encodings, strict=True)
+            ],
+            device="cpu",
         )
     joined = tuple(map("".join, sequences))
     if not getattr(tokenizer, "is_fast", False):
         return Text(joined, tokenizer, arguments, None, None)
     placed = [_placed(each.encodings[0], len(first)) for each, (first, *_) in zip(encodings, sequences, strict=True)]
-    words = tuple(tuple(padded(numbers, None)) for _, numbers in placed)
-    return Text(joined, tokenizer, arguments, tuple(tuple(spans) for spans, _ in placed), words)
+    # A token before the text has no characters and no word, as other special tokens.
+    words = tuple(
+        tuple(padded([*[None] * len(start), *numbers], None))
+        for start, (_, numbers) in zip(starts, placed, strict=True)
+    )
+    spans = tuple((*[(0, 0)] * len(start), *each) for start, (each, _) in zip(starts, placed, strict=True))
+    return Text(joined, tokenizer, arguments, spans, words)
+
+
+def _start(tokenizer: Any, row: Sequence[int]) -> list[int]:
+    """Return the beginning-of-text token of a tokenizer, nothing if a row of ids opens with it."""
+    start: int | None = getattr(tokenizer, "bos_token_id", None)
+    if start is None:
+        raise OptionError(
+            f"bos=True, and {type(tokenizer).__name__} has no beginning-of-text token (`bos_token`); leave bos out, or "
+            "set `tokenizer.bos_token` to the token with which the model was trained to begin."
+        )
+    return [] if row[0] == start else [start]
 
 
 def tokenized(inputs: Any, tokenizer: Any) -> Text | None:

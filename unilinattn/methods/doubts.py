@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from unilinattn.errors import SinkWarning
+from unilinattn.operator.edges import is_causal
 from unilinattn.results.attribution import Attribution
 from unilinattn.scoring.selection import only_port, query_rows
 from unilinattn.tracing.layer import Layer
@@ -18,8 +19,12 @@ MOST_NAMED = 8
 """Largest number of sinks that a warning names."""
 
 
-def warn_of_sinks(result: Attribution) -> Attribution:
-    """Return the result with a warning that names its attention sinks, if it has any, and raise that warning."""
+def warn_of_sinks(result: Attribution, trace: Trace, tokenizer: Any = None) -> Attribution:
+    """Return the result with a warning that names its attention sinks, if it has any, and raise that warning.
+
+    It says how to add a beginning-of-text token to texts that `missing_start` reports. `tokenizer`: that of a text
+    whose ids were traced.
+    """
     names = _sink_names(result)
     if not names:
         return result
@@ -31,8 +36,39 @@ def warn_of_sinks(result: Attribution) -> Attribution:
         "read whatever its word is, so its score says little about the word, and rankings leave it out. To measure a "
         "word, replace it in the input."
     )
+    if tokenizer is None and trace.text is not None and trace.text.texts is not None:
+        tokenizer = trace.text.tokenizer
+    if (start := missing_start(result, trace, tokenizer)) is not None:
+        message += (
+            f" The text lacks the tokenizer's beginning-of-text token {start!r}, so its first word is the sink: with "
+            "bos=True (--bos on the command line) that token comes before it."
+        )
     warnings.warn(message, SinkWarning, stacklevel=3)
     return replace(result, warnings=(*result.warnings, message))
+
+
+def missing_start(result: Attribution, trace: Trace, tokenizer: Any) -> str | None:
+    """Return the beginning-of-text token of a decoder's tokenizer, where a sequence lacks it and its first word sinks.
+
+    None without such a token, for an encoder, if no sequence has a sink at its first real token, and if these tokens
+    are special ones, whose scores measure no word anyway.
+    """
+    start = getattr(tokenizer, "bos_token_id", None)
+    if start is None or trace.ids is None or result.streams or not result.sinks:
+        return None
+    firsts = [0] * len(trace.ids) if result.mask is None else result.mask.int().argmax(1).tolist()
+    special = set(tokenizer.all_special_ids)
+    words = [
+        first in sinks and int(ids[first]) not in special
+        for ids, sinks, first in zip(trace.ids, result.sinks, firsts, strict=True)
+    ]
+    return str(tokenizer.bos_token) if any(words) and _is_decoder(trace) else None
+
+
+def _is_decoder(trace: Trace) -> bool:
+    """Whether the first layer with an operator reads no later token."""
+    layer = next((layer for layer in trace.layers if not layer.opaque), None)
+    return layer is not None and (layer.in_pieces or is_causal(layer.operator))
 
 
 def _sink_names(result: Attribution) -> list[str]:

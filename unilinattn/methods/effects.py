@@ -20,7 +20,7 @@ from unilinattn.kernels.precision import full_precision
 from unilinattn.memory import allowed
 from unilinattn.memory import max_memory as limited_to
 from unilinattn.methods.replacements import Replacement, against_inputs, ids_of, replacements
-from unilinattn.methods.run import labels_of_tokens, traced_model
+from unilinattn.methods.run import labels_of_tokens, traced_inputs
 from unilinattn.methods.targets import NamedTarget, logit_names, logit_of, position_of
 from unilinattn.operator.heads import HeadContributions
 from unilinattn.operator.operator import MixerOperator
@@ -99,7 +99,7 @@ def effects(
     if target is None:
         raise OptionError("target=None; effects are those of one logit: give a position, such as target=-1.")
     with limited_to(max_memory), bars(progress), trusting(trust), full_precision():
-        traced = traced_model(model_or_trace, inputs, tokenizer, processor)
+        traced = traced_inputs(model_or_trace, inputs, tokenizer, processor)
         tokenizer = traced.text.tokenizer if tokenizer is None and traced.text is not None else tokenizer
         position, scalar = position_of(traced, target), logit_of(logit, tokenizer)
         assert position is not None

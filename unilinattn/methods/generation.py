@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from unilinattn.errors import OptionError
 from unilinattn.frozen.run import one_frozen_run
 from unilinattn.host.generation import generated, prompt_ids
-from unilinattn.host.text import words_of
+from unilinattn.host.text import is_text, words_of
 from unilinattn.host.wrappers import unwrapped
 from unilinattn.memory import max_memory as limited_to
 from unilinattn.methods.doubts import warn_of_sinks
@@ -36,6 +36,7 @@ def explain_generation(
     method: str | Options | None = None,
     generate_kwargs: Mapping[str, Any] | None = None,
     tokens: Tokens | None = None,
+    bos: bool = False,
     max_memory: int | None = None,
     progress: bool = True,
     trust: Trust = "require",
@@ -64,12 +65,12 @@ def explain_generation(
         method: name of the method, by default `logit`.
         generate_kwargs: further arguments of `model.generate`, such as {"do_sample": True}; greedy by default.
         tokens: labels of the finished text's tokens, or a tokenizer for them.
-        max_memory, progress, trust: as in `explain`.
+        bos, max_memory, progress, trust: as in `explain`.
         options: options of the method, but no `target` or `logit`.
 
     Raises `InputError` for several prompts, prompts with images or padding, and for more tokens than the model has
-    positions; `OptionError` for `target` and `logit`; `UncoveredError` for a model that does not generate; and the
-    errors of `explain`.
+    positions; `OptionError` for `target`, `logit` and a `bos` that cannot be added; `UncoveredError` for a model that
+    does not generate; and the errors of `explain`.
     """
     name, options = (None, options) if method is None else named(method, options)
     for option in ("target", "logit"):
@@ -81,7 +82,7 @@ def explain_generation(
     settings = dict(generate_kwargs or {})
     with limited_to(max_memory), bars(progress), trusting(trust):
         host = unwrapped(model)
-        text = generated(host, prompt_ids(host, prompt, tokenizer), max_new_tokens, settings)
+        text = generated(host, prompt_ids(host, prompt, tokenizer, bos=bos), max_new_tokens, settings)
         traced = trace(host, text.inputs)
         entry, options = chosen_method(name, options, traced)
         positions = list(range(text.first - 1, text.ids.shape[1] - 1))
@@ -108,7 +109,8 @@ def explain_generation(
     is_one_text = tokenizer is not None and not rows[0].streams
     if is_one_text and (words := words_of(tokenizer, text.ids[0].tolist(), text.first)) is not None:
         labels |= {"word_ids": [words[0]], "offsets": [words[1]]}
-    return warn_of_sinks(replace(_stacked(rows, positions), options=stored, **labels))
+    result = replace(_stacked(rows, positions), options=stored, **labels)
+    return warn_of_sinks(result, traced, tokenizer if is_text(prompt) else None)
 
 
 def _stacked(rows: Sequence[Attribution], positions: Sequence[int]) -> Attribution:

@@ -56,6 +56,7 @@ def explain(
     target: NamedTarget | None = None,
     tokens: Tokens | None = None,
     grid: tuple[int, int] | None = None,
+    bos: bool = False,
     max_memory: int | None = None,
     progress: bool = True,
     trust: Trust = "require",
@@ -79,6 +80,7 @@ def explain(
         tokens: labels of the keys: texts, or a tokenizer for the texts of the model's ids.
         grid: the (rows, columns) of an image's patches, for vision models whose patches are unknown to
             `Trace.image_tokens`.
+        bos: whether the tokenizer's beginning-of-text token goes before each text, as in `trace`.
         max_memory: bytes that each operation may take in addition to its inputs and result, by default 1 GiB.
         progress: whether long work shows a progress bar on a terminal or in a notebook.
         trust: "require" raises an error for a layer whose reconstruction error exceeds the tolerance of its dtype (see
@@ -94,7 +96,7 @@ def explain(
     """
     name, options = (None, options) if method is None else named(method, options)
     with limited_to(max_memory), bars(progress), trusting(trust):
-        traced = traced_model(model_or_trace, inputs, tokenizer, processor)
+        traced = traced_inputs(model_or_trace, inputs, tokenizer, processor, bos=bos)
         target, options = _by_position(traced, tokenizer, target, options)
         entry, options = chosen_method(name, options, traced)
         with advised(traced, target, entry, options, note=_default_note(entry, name)):
@@ -104,7 +106,7 @@ def explain(
                 if name is not None or entry.name != COMPOSED.name:
                     raise
                 result = _by_layer(traced, target, options, refusal)
-    return warn_of_sinks(_with_labels(result, traced, tokens, tokenizer, grid))
+    return warn_of_sinks(_with_labels(result, traced, tokens, tokenizer, grid), traced)
 
 
 def estimate(
@@ -115,6 +117,7 @@ def estimate(
     processor: Any = None,
     method: str | Options | None = None,
     target: NamedTarget | None = None,
+    bos: bool = False,
     max_memory: int | None = None,
     trust: Trust = "require",
     **options: Any,
@@ -136,7 +139,7 @@ def estimate(
             f"have an estimate: {', '.join(costed)}."
         )
     with limited_to(max_memory), trusting(trust):
-        traced = traced_model(model_or_trace, inputs, tokenizer, processor)
+        traced = traced_inputs(model_or_trace, inputs, tokenizer, processor, bos=bos)
         target, options = _by_position(traced, tokenizer, target, options)
         entry, options = chosen_method(name, options, traced)
         assert entry.cost is not None
@@ -155,6 +158,7 @@ def compare(
     target: NamedTarget | None = None,
     tokens: Tokens | None = None,
     grid: tuple[int, int] | None = None,
+    bos: bool = False,
     max_memory: int | None = None,
     progress: bool = True,
     trust: Trust = "require",
@@ -192,14 +196,14 @@ def compare(
     results: dict[str, dict[str, Attribution]] = {}
     with limited_to(max_memory), bars(progress), trusting(trust):
         for model, host in steps(models.items(), "models"):
-            traced = traced_model(host, None if isinstance(host, Trace) else inputs, tokenizer, processor)
+            traced = traced_inputs(host, None if isinstance(host, Trace) else inputs, tokenizer, processor, bos=bos)
             results[model] = {}
             for label, (method, keywords) in rows.items():
                 entry = registered(method)
                 position, keywords = _by_position(traced, tokenizer, target, keywords)
                 with advised(traced, position, entry, keywords):
                     result = run_method(entry, traced, position, keywords)
-                results[model][label] = warn_of_sinks(_with_labels(result, traced, tokens, tokenizer, grid))
+                results[model][label] = warn_of_sinks(_with_labels(result, traced, tokens, tokenizer, grid), traced)
     return Comparison(results)
 
 
@@ -293,9 +297,13 @@ def _default_note(method: Method, named: str | None) -> str:
     return "" if named is not None else f"No method was named, so this was the default, {method.name!r}{composed}. "
 
 
-def traced_model(model_or_trace: nn.Module | Trace, inputs: Any, tokenizer: Any, processor: Any) -> Trace:
-    """Return the trace, or that of a model on inputs; raise `InputError` for a trace with inputs."""
+def traced_inputs(
+    model_or_trace: nn.Module | Trace, inputs: Any, tokenizer: Any, processor: Any = None, *, bos: bool = False
+) -> Trace:
+    """Return a trace unchanged, or that of a model on its inputs; raise `InputError` for both, or for neither."""
     if isinstance(model_or_trace, Trace):
+        if bos:
+            raise OptionError("a trace holds its tokens already; pass bos=True to `trace`.")
         if inputs is not None:
             raise InputError("a trace holds its inputs already; pass only the trace, or the model with other inputs.")
         return model_or_trace
@@ -304,7 +312,7 @@ def traced_model(model_or_trace: nn.Module | Trace, inputs: Any, tokenizer: Any,
             f"{type(model_or_trace).__name__} needs inputs: a text, an image, a tensor of ids or pixels, or a mapping "
             "of its keyword arguments."
         )
-    return trace(model_or_trace, inputs, tokenizer=tokenizer, processor=processor)
+    return trace(model_or_trace, inputs, tokenizer=tokenizer, processor=processor, bos=bos)
 
 
 def _by_position(

@@ -38,7 +38,8 @@ class Attribution(Scores):
         word_ids: the index of each token's word for each sequence, None outside of words; set for texts.
         offsets: the first character of each token in its text and the one after its last; set for texts.
         sinks: the keys of each sequence's attention sinks, whose scores measure no word: rankings leave them out, and
-            pictures show them apart; a merged word with a sink is one. None if they are unknown.
+            pictures show them apart; a merged word with a sink is one. None if they are unknown, empty for a sequence
+            of one token, which nothing is compared with.
         streams: of scores over several streams of tokens, such as those of an encoder and a decoder, the number of each
             stream's tokens by its name, in their order along the axes "query" and "key"; empty for one stream (see
             `select`).

@@ -69,10 +69,16 @@ class Panel:
         notes = [] if self.error is None else [f"error {self.error:.1e}"]
         if self.sinks is not None:
             notes.append("attention sinks in grey")
+        some = bool(np.isfinite(self.ranked).any())
         if self.own is None:
-            return [*notes, f"largest {'' if self.sinks is None else 'of the others '}{largest(self.ranked):.3g}"]
+            others = f"largest {'' if self.sinks is None else 'of the others '}{largest(self.ranked):.3g}"
+            return [*notes, others if some else "no other scores"]
         residual = f"the token itself and the residual stream {self.own[1]:.3g}"
-        return [*notes, f"largest of the other tokens {largest(self.ranked):.3g}", residual]
+        return [
+            *notes,
+            f"largest of the other tokens {largest(self.ranked):.3g}" if some else "no other tokens",
+            residual,
+        ]
 
     @property
     def signed(self) -> bool:

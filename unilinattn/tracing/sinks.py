@@ -27,20 +27,27 @@ def sink_tokens(layers: Sequence[Layer], shape: tuple[int, int]) -> tuple[tuple[
     Source: Sun et al., "Massive activations in large language models" (2024); Xiao et al., "Efficient streaming
     language models with attention sinks" (2024).
     """
-    outliers = [
-        _outliers(norms, layer)
-        for layer in layers
-        if (norms := layer.stream_norms) is not None and tuple(norms.shape) == shape
-    ]
-    if not outliers:
+    ratios = [ratio for layer in layers if (ratio := norm_ratios(layer)) is not None and tuple(ratio.shape) == shape]
+    if not ratios:
         return None
-    sinks = 2 * torch.stack(outliers).sum(0) >= len(outliers)
-    return tuple(tuple(row.nonzero().flatten().tolist()) for row in sinks)
+    return positions(2 * (torch.stack(ratios) > OUTLIER).sum(0) >= len(ratios))
 
 
-def _outliers(norms: Float[Tensor, "batch token"], layer: Layer) -> Bool[Tensor, "batch token"]:
+def norm_ratios(layer: Layer) -> Float[Tensor, "batch token"] | None:
+    """Return the norm of the stream that enters a layer over the median of the real tokens; None without a stream.
+
+    NaN at padding, and in a sequence whose median is zero.
+    """
+    norms = layer.stream_norms
+    if norms is None:
+        return None
     if layer.mask is not None:
         norms = norms.masked_fill(~layer.mask, torch.nan)
     # The lower of two medians, so that one of two tokens can be an outlier.
     median = norms.nanmedian(dim=1, keepdim=True).values
-    return (norms > OUTLIER * median).logical_and(median > 0).cpu()
+    return (norms / median.masked_fill(median == 0, torch.nan)).cpu()
+
+
+def positions(marked: Bool[Tensor, "batch token"]) -> tuple[tuple[int, ...], ...]:
+    """Return the marked positions of each sequence."""
+    return tuple(tuple(row.nonzero().flatten().tolist()) for row in marked)

@@ -23,7 +23,7 @@ from unilinattn.host.inputs import host_arguments, token_ids
 from unilinattn.host.isolation import in_gradient_mode
 from unilinattn.host.logits import Logit, plain_sizes, positions_of
 from unilinattn.host.substitution import SUBSTITUTE_ABOVE, may_be_long
-from unilinattn.host.text import Text, encoded, is_text, tokenized
+from unilinattn.host.text import NO_TEXT, Text, encoded, is_text, tokenized
 from unilinattn.host.wrappers import unwrapped
 from unilinattn.registry import ImageTokens
 from unilinattn.tracing.agreement import CACHE_FLAG, compared_with_call
@@ -191,6 +191,7 @@ def trace(
     *,
     tokenizer: Any = None,
     processor: Any = None,
+    bos: bool = False,
     dtype: torch.dtype | None = None,
     strict: bool = True,
     progress: bool = True,
@@ -228,6 +229,8 @@ def trace(
         tokenizer: the tokenizer of texts, such as `transformers.AutoTokenizer.from_pretrained` returns.
         processor: the processor of images: an image processor of transformers, or a callable from a PIL image to a
             tensor (channel, height, width), such as timm's `create_transform` returns.
+        bos: whether the tokenizer's beginning-of-text token goes before each text that does not open with it (see
+            `docs/methods/index.md`, "Attention sinks").
         dtype: dtype of the operators, at least float32; by default float32, or float64 for a float64 model.
         strict: whether to refuse modules that move information between tokens and have neither an adapter nor functions
             that can be recorded. With `strict=False` they become opaque layers without an operator: methods leave them
@@ -241,9 +244,9 @@ def trace(
     Raises `UnknownArchitectureError` for a model without a token mixer, or with one outside of the modules that can be
     layers, `UncoveredError` for a module that cannot be recorded, with the function for which it cannot,
     `ModelStateError` for active dropout and for weights that are offloaded or sharded, `InputError` for inputs that do
-    not fit, `OptionError` for an invalid `dtype`, `substitute_above` or `stream_to`, and `UncoveredError` if an adapter
-    does not cover a call, an operator that replaces a host's forward differs from it, or a layer cannot be computed in
-    pieces.
+    not fit, `OptionError` for an invalid `dtype`, `substitute_above` or `stream_to` and for a `bos` that cannot be
+    added, and `UncoveredError` if an adapter does not cover a call, an operator that replaces a host's forward differs
+    from it, or a layer cannot be computed in pieces.
     """
     model = unwrapped(model)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -254,10 +257,12 @@ def trace(
         )
     model, inputs = choices_as_sequences(model, inputs)
     text = None
+    if bos and not is_text(inputs):
+        raise OptionError(f"bos=True, and {NO_TEXT}")
     if processor is not None or is_image(inputs):
         inputs = processed(inputs, processor, model)
     elif is_text(inputs):
-        text = encoded(inputs, tokenizer)
+        text = encoded(inputs, tokenizer, bos=bos)
         inputs = text.arguments_for(model)
     else:
         text = tokenized(inputs, tokenizer)

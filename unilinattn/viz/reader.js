@@ -36,7 +36,7 @@ function read(/** @type {Board} */ board) {
     const bar = make("i", { class: value < 0 ? "minus" : "plus", style: `width:${(100 * Math.abs(value)) / (limit || 1)}%` });
     return make("li", {}, make("span", { class: "of" }, board.name(picture, 1, key).replace(/^key /, "")), make("b", {}, digits(value)), make("span", { class: "size" }, bar));
   }));
-  if (!best.length) list.replaceChildren(make("li", { class: "none" }, "no scores in this row"));
+  if (!best.length) list.replaceChildren(make("li", { class: "none" }, "no other scores in this row"));
   const asides = picture.grid ? [...Array(picture.columns).keys()].filter(key => !picture.places.includes(key)) : [];
   own.textContent = [
     place >= 0 && !missing(picture, row, place) && `own token, apart: ${digits(picture.values[from + place])}`,
