@@ -129,17 +129,22 @@ def _gated_attention(
     return attention.o_proj(product(mixed, sigmoid(gate.flatten(2)), weights)), None
 
 
+def _step(step: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
+    """Return a step size as the rate of decays, and as the scale of a key, whose part it shares."""
+    return scaled(step, weights.factor), scaled(step, weights.factor / 4)
+
+
 def _mamba(mixer: Any, weights: Weights, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     inner, gate = mixer.in_proj(x).chunk(2, -1)
     u = silu(convolved(inner, mixer.conv1d))
     sizes = [mixer.time_step_rank, mixer.ssm_state_size, mixer.ssm_state_size]
     steps, key, query = mixer.x_proj(u).split(sizes, -1)
-    step = scaled(functional.softplus(mixer.dt_proj(steps)), weights.factor)
-    key, query = scaled(key, weights.factor / 2), scaled(query, weights.factor / 2)
+    step, scale = _step(functional.softplus(mixer.dt_proj(steps)), weights)
+    key, query = scaled(key, weights.factor / 4), scaled(query, weights.factor / 2)
     decay, value = torch.exp(step[..., None] * -torch.exp(mixer.A_log)), scaled(u, weights.value)
     state, outputs = torch.zeros_like(decay[:, 0]), []
     for t in range(x.shape[1]):
-        state = decay[:, t] * state + (step[:, t] * value[:, t])[..., None] * key[:, t, None]
+        state = decay[:, t] * state + (scale[:, t] * value[:, t])[..., None] * key[:, t, None]
         outputs.append((state * query[:, t, None]).sum(-1))
     return mixer.out_proj(product(torch.stack(outputs, 1) + mixer.D * u, silu(gate), weights))
 
@@ -149,15 +154,15 @@ def _mamba2(mixer: Any, weights: Weights, x: Tensor, *args: Any, **kwargs: Any) 
     gate, mixed, step = mixer.in_proj(x).split([inner, mixer.conv_dim, heads], -1)
     u, key, query = silu(convolved(mixed, mixer.conv1d)).split([inner, groups * size, groups * size], -1)
     key, query = (
-        scaled(part, weights.factor / 2).unflatten(-1, (groups, size)).repeat_interleave(heads // groups, 2)
-        for part in (key, query)
+        scaled(part, share * weights.factor).unflatten(-1, (groups, size)).repeat_interleave(heads // groups, 2)
+        for part, share in ((key, 0.25), (query, 0.5))
     )
     u = u.unflatten(-1, (heads, -1))
-    step = scaled(functional.softplus(step + mixer.dt_bias), weights.factor)
+    step, scale = _step(functional.softplus(step + mixer.dt_bias), weights)
     decay, value = torch.exp(step * -torch.exp(mixer.A_log)), scaled(u, weights.value)
     state, outputs = x.new_zeros(len(x), heads, u.shape[-1], size), []
     for t in range(x.shape[1]):
-        written = (step[:, t, :, None] * value[:, t])[..., None] * key[:, t, :, None]
+        written = (scale[:, t, :, None] * value[:, t])[..., None] * key[:, t, :, None]
         state = decay[:, t, :, None, None] * state + written
         outputs.append((state * query[:, t, :, None]).sum(-1))
     read = (torch.stack(outputs, 1) + mixer.D[:, None] * u).flatten(2)
