@@ -121,6 +121,11 @@ def interface(model: nn.Module, handle: Callable[..., Any]) -> Iterator[None]:
             before.put_back()
 
 
+def is_hidden(config: Any) -> bool:
+    """Tell whether a configuration's attention runs in a kernel that is no function of torch (flex attention)."""
+    return getattr(config, "_attn_implementation_internal", None) not in (None, "eager", "sdpa")
+
+
 def tables() -> list[tuple[dict[str, Any], str]]:
     """Return the entries of transformers' process-wide tables that `interface` replaces, as (dictionary, key) pairs."""
     if "transformers" not in sys.modules:

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from unilinattn.call.exactness import layer_tolerance
-from unilinattn.call.nested import tensors
+from unilinattn.call.nested import mapped, tensors
 from unilinattn.errors import UncoveredError
 from unilinattn.host.isolation import isolated
 from unilinattn.host.module_calls import layer_input
@@ -20,7 +20,7 @@ from unilinattn.host.recorder import MAIN
 from unilinattn.memory import return_free_pages
 from unilinattn.operator.flow import Flow, evaluated_by
 from unilinattn.operator.stages import WHOLE, Branch, Scale, Stage, Unmapped, walk
-from unilinattn.registry import UNREGISTERED
+from unilinattn.registry import UNREGISTERED, architecture_of
 from unilinattn.tracing.layer import Layer
 
 
@@ -52,6 +52,15 @@ def _returns_more(layer: Layer) -> bool:
     # The channels of images are their second axis, and those of a class token beside them are its last.
     vectors = (x for x in others if x.is_floating_point() and x.ndim == 3 and width in x.shape[1:])
     return layer.architecture == UNREGISTERED and any(x.shape[1] != x.shape[2] for x in vectors)
+
+
+def with_shared_values(layer: Layer, arguments: Mapping[str, Any], returned: Any) -> Any:
+    """Return what a layer returned, with the values that its architecture shares with later layers in the graph."""
+    architecture = architecture_of(type(layer.module))
+    if architecture is None or architecture.shared_values is None:
+        return returned
+    values = architecture.shared_values(layer.module, arguments)
+    return mapped(returned, lambda t: values if t.shape == values.shape and not t.requires_grad else t)
 
 
 def frozen_output(layer: Layer, arguments: Mapping[str, Any]) -> Tensor:

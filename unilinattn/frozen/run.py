@@ -12,8 +12,7 @@ from torch.autograd.graph import GradientEdge
 
 from unilinattn.call.exactness import layer_tolerance
 from unilinattn.errors import OptionError, UncoveredError, nearest
-from unilinattn.frozen.layers import require_transparent
-from unilinattn.frozen.passes import FrozenPass, FrozenSpec
+from unilinattn.frozen.passes import FrozenPass
 from unilinattn.frozen.shares import (
     AffineScalar,
     Linearized,
@@ -30,12 +29,10 @@ from unilinattn.frozen.shares import (
     has_constants,
     linearized,
 )
+from unilinattn.frozen.token_pass import PassSpec
 from unilinattn.host.isolation import runs_in_gradient_mode
-from unilinattn.host.logits import Logit, one_each
-from unilinattn.host.wrappers import require_gradients
-from unilinattn.tracing.token_source import find_sources, require_alone
+from unilinattn.host.logits import Logit
 from unilinattn.tracing.token_streams import TokenStream
-from unilinattn.tracing.tokens import TokenCall, blocks_of
 from unilinattn.tracing.trace import Target, Trace
 from unilinattn.tracing.trust import require_trust
 
@@ -74,38 +71,25 @@ class FrozenRun:
         if rule not in RULES:
             raise OptionError(f"unknown rule {rule!r}" + nearest(rule, RULES))
         trace.require_whole("frozen runs")
-        model, layers = trace.host, trace.layers
-        self._layers, self._explained, self._batch = layers, trace.explained_logit, trace.token_shape[0]
-        arguments, self._computed_positions = self._explained.arguments(model, targets)
-        require_transparent(layers)
-        require_gradients(model)
+        self._layers, self._spec, self._rule = trace.layers, PassSpec.of(trace, targets), rule
         self.doubt: str | None = None
-        sources = find_sources(model, arguments, layers)
-        groups = [[layers[index] for index in source.stream.layers] for source in sources]
-        blocks = blocks_of(model, groups if len(groups) > 1 else [layers])
-        self._spec = FrozenSpec(model, arguments, layers, rule, sources, blocks)
-        for layer in layers:
+        for layer in self._layers:
             # An operator that replaced the host's forward is built when it is needed, one at a time.
             if layer.prefix_error is None:
                 _ = layer.operator
-        self._pass = FrozenPass(self._spec)
+        self._pass = FrozenPass(self._spec, rule=rule)
         self.outputs, self.mixed, self.shared = self._pass.outputs, self._pass.mixed, self._pass.shared
-        if not all(self._pass.leaves):
-            raise UncoveredError(
-                f"{type(model).__name__} does not look up its token ids by torch.nn.functional.embedding, so the "
-                "vectors of the tokens are unknown; give the model inputs_embeds instead of ids."
-            )
+        self._pass.require_leaves()
 
     @property
     def streams(self) -> tuple[TokenStream, ...]:
         """The streams whose tokens have the shares, one after the other."""
-        return tuple(source.stream for source in self._spec.sources)
+        return self._spec.streams
 
     @property
     def grid(self) -> tuple[int, int] | None:
         """The (rows, columns) of the tokens, if they are those of an image that enters the first block."""
-        origin = self._spec.sources[0].origin
-        return origin.grid if isinstance(origin, TokenCall) and len(self.streams) == 1 else None
+        return self._spec.grid
 
     @runs_in_gradient_mode(True)
     def shares(self, target: Any = -1, logit: Logit = None, *, by: By = "tokens") -> Shares:
@@ -148,7 +132,7 @@ class FrozenRun:
             embedding,
             scalar.constant - embedding.sum(1),
             scalar.value - scalar.linear,
-            self._value(scalar, target, logit),
+            self._spec.value(scalar.value, target, logit),
             scalar.terms,
             parts,
         )
@@ -182,12 +166,8 @@ class FrozenRun:
         gradient = torch.zeros_like(stream.value) if slope is None else slope
         constant = 0 if stream.tangent is None else by_token(stream.tangent, gradient).sum(1)
         bias, remainder = scalar.constant - constant, scalar.value - scalar.linear
-        return Unembedding(stream.value.detach(), gradient, bias, remainder, self._value(scalar, target, logit))
-
-    def _value(self, scalar: Linearized, target: Any, logit: Logit) -> Float[Tensor, " batch"]:
-        """Return the scalar of the traced output, or that of this run if the trace did not compute it."""
-        observed = self._explained.observed(target, logit)
-        return scalar.value if observed is None else observed.detach().to(scalar.value)
+        value = self._spec.value(scalar.value, target, logit)
+        return Unembedding(stream.value.detach(), gradient, bias, remainder, value)
 
     def complete_shares(self, target: Any = -1, logit: Logit = None, *, by: By = "tokens") -> Shares:
         """Return `shares` after checking that they add up.
@@ -234,7 +214,7 @@ class FrozenRun:
             slopes[len(leading) :],
             scalar.constant - early,
             scalar.value - scalar.linear,
-            self._value(scalar, target, logit),
+            self._spec.value(scalar.value, target, logit),
             scalar.terms,
         )
         self._require_sum(affine.shares, "tokens")
@@ -248,20 +228,13 @@ class FrozenRun:
         `Shares.embedding` and not here. Runs the host once more, and takes a backward pass for each sequence, because a
         bias is the same tensor for all of them.
         """
-        run = FrozenPass(self._spec, records_sources=True)
+        run = FrozenPass(self._spec, rule=self._rule, records_sources=True)
         scalar = self._linearized(target, logit, run)
         entries = [e for number, e in run.entries.items() if has_constants(e, run.leaves[number][0].shape[1])]
         return biases(scalar, run.sources, self._layers, run.outputs, entries)
 
     def _linearized(self, target: Any, logit: Logit, run: FrozenPass) -> Linearized:
-        batch, spec = self._batch, self._spec
-        if callable(logit):
-            require_alone(spec.model, spec.arguments, spec.sources, self._layers, lambda output: [logit(output)])
-
-        def scalar(output: Any) -> Tensor:
-            return one_each(self._explained.scalar(output, target, logit, self._computed_positions), batch)
-
-        return linearized(run.output, run.tangents, scalar)
+        return linearized(run.output, run.tangents, self._spec.scalar(target, logit))
 
     @runs_in_gradient_mode(True)
     def gradients(self, edges: Sequence[GradientEdge], target: Any = -1, logit: Logit = None) -> tuple[Tensor, ...]:
@@ -275,7 +248,7 @@ class FrozenRun:
         Runs the host once more with tangents that are equal to the values: where they differ, a part of the value took
         a path that torch functions do not see, such as a compiled function.
         """
-        return FrozenPass(self._spec, whole=True).suspect
+        return FrozenPass(self._spec, rule=self._rule, whole=True).suspect
 
 
 def _summed(leaves: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Float[Tensor, "batch key"]:

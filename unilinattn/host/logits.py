@@ -11,11 +11,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from unilinattn.errors import InputError
+from unilinattn.options.bases import Centered
 
 KEEP = "logits_to_keep"
 """Name of the hosts' argument with the number of last positions or the positions to compute; 0 means all."""
 
-Logit = int | tuple[int, int] | Callable[[Any], Tensor] | None
+Logit = int | tuple[int, int] | Centered | Callable[[Any], Tensor] | None
 """A token or class id, a pair (their difference), a scalar function of the output, or None for the prediction."""
 
 

@@ -153,14 +153,19 @@ class GradientRecorder(Recorder):
 
 
 @contextmanager
-def captured(model: nn.Module, marker: Callable[[Architecture], Mark] | None = None) -> Iterator[None]:
-    """Enter the `capture` of every architecture that has one, for a run of the model.
+def captured(
+    model: nn.Module,
+    marker: Callable[[Architecture], Mark] | None = None,
+    *,
+    needed: Callable[[Architecture], bool] = lambda architecture: True,
+) -> Iterator[None]:
+    """Enter the `capture` of every architecture that has one and is `needed`, for a run of the model.
 
     `marker` returns the function that receives an architecture's records; by default they are discarded.
     """
     with ExitStack() as stack:
         for architecture in list_architectures().values():
-            if architecture.capture is not None:
+            if architecture.capture is not None and needed(architecture):
                 mark = (lambda module, record: None) if marker is None else marker(architecture)
                 stack.enter_context(architecture.capture(model, mark))
         yield

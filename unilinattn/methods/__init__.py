@@ -8,6 +8,7 @@ from inspect import cleandoc
 from unilinattn.methods.alti import alti
 from unilinattn.methods.alti_logit import alti_logit
 from unilinattn.methods.attention_grad import attention_grad
+from unilinattn.methods.attn_lrp import attn_lrp
 from unilinattn.methods.attribution import attribution
 from unilinattn.methods.contribution import contribution
 from unilinattn.methods.gradient import gradient
@@ -28,6 +29,7 @@ from unilinattn.options import (
     Alti,
     AltiLogit,
     AttentionGrad,
+    AttnLrp,
     Attribution,
     Contribution,
     Gradient,
@@ -52,6 +54,7 @@ __all__ = [
     "Alti",
     "AltiLogit",
     "AttentionGrad",
+    "AttnLrp",
     "Attribution",
     "Contribution",
     "Gradient",
@@ -71,6 +74,7 @@ __all__ = [
     "alti",
     "alti_logit",
     "attention_grad",
+    "attn_lrp",
     "attribution",
     "compare",
     "contribution",

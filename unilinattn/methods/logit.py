@@ -84,9 +84,12 @@ def shares_result(
     padding = None if target is None or by == "layer" else padding_read(scores, axes.mask())
     doubts = tuple(doubt for doubt in (run.doubt, padding) if doubt is not None)
     result = scoring.result(scores, scope=None, extras=extras, completeness_gap=gap, warnings=doubts)
-    if by != "tokens" or run.grid is None:
-        return result
-    return replace(result, grid=run.grid, patches=tuple(range(scores.shape[-1])), cls=())
+    return with_grid(result, run.grid if by == "tokens" else None)
+
+
+def with_grid(result: Attribution, grid: tuple[int, int] | None) -> Attribution:
+    """Return a result whose keys are the patches of an image, if `grid` has their rows and columns."""
+    return result if grid is None else replace(result, grid=grid, patches=tuple(range(result.sizes["key"])), cls=())
 
 
 def padding_read(scores: Float[Tensor, "*layer batch query key"], mask: Bool[Tensor, "batch key"] | None) -> str | None:

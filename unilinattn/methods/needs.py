@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from unilinattn.errors import ExactnessError, StreamError, UncoveredError
+from unilinattn.frozen.live import LiveRun
 from unilinattn.frozen.run import frozen
 from unilinattn.host.isolation import in_gradient_mode
 from unilinattn.host.logits import Logit
@@ -84,6 +85,10 @@ def _frozen(rule: str, needs: "Needs") -> None:
     frozen(needs.trace, needs.targets, rule=rule).complete_shares(needs.row, needs.logit)
 
 
+def _live(needs: "Needs") -> None:
+    LiveRun(needs.trace, needs.targets).relevances(needs.row, needs.logit)
+
+
 def _last_stream(needs: "Needs") -> bool:
     frozen(needs.trace, needs.targets).unembedding(needs.row, needs.logit)
     return all(layer.stream is not None for layer in needs.selected())
@@ -130,6 +135,7 @@ TRIALS: Mapping[Need, Callable[["Needs"], object]] = MappingProxyType(
         "gradients": _gradients,
         "frozen run": partial(_frozen, "freeze"),
         "half rule": partial(_frozen, "half"),
+        "live run": _live,
         "last stream": _last_stream,
         "cuts": _cuts,
         "embeddings": partial(_embeddings, False),
@@ -139,7 +145,7 @@ TRIALS: Mapping[Need, Callable[["Needs"], object]] = MappingProxyType(
 """Tries a need of a call: an error or False says that the trace does not meet it."""
 
 OF_WHOLE_TRACES: frozenset[Need] = frozenset(
-    {"logit", "one target", "gradients", "frozen run", "half rule", "embeddings", "embedding gradients"}
+    {"logit", "one target", "gradients", "frozen run", "half rule", "live run", "embeddings", "embedding gradients"}
 )
 """Needs that are the same for all layers and for some."""
 

@@ -7,12 +7,13 @@ from unilinattn.options.base import Need, Options
 from unilinattn.options.gradients import Gradient, InputXGradient, IntegratedGradients, Smoothgrad
 from unilinattn.options.maps import Raw, Rollout
 from unilinattn.options.removal import KernelShap, Knockout, Occlusion
-from unilinattn.options.shares import AltiLogit, Logit, Lrp
+from unilinattn.options.shares import AltiLogit, AttnLrp, Logit, Lrp
 from unilinattn.options.vectors import Alti, Latim
 from unilinattn.options.weighted import AttentionGrad, Attribution, Contribution, TransformerAttribution
 
 METHODS: tuple[type[Options], ...] = (
     Logit,
+    AttnLrp,
     Lrp,
     AltiLogit,
     Knockout,
@@ -38,6 +39,7 @@ __all__ = [
     "Alti",
     "AltiLogit",
     "AttentionGrad",
+    "AttnLrp",
     "Attribution",
     "Contribution",
     "Gradient",

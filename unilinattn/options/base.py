@@ -20,6 +20,7 @@ Need = Literal[
     "gradients",
     "frozen run",
     "half rule",
+    "live run",
     "last stream",
     "cuts",
     "embeddings",

@@ -1,6 +1,7 @@
 """Options that several methods share, as bases of their classes."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_serializer, field_validator, model_validator
@@ -31,6 +32,17 @@ Baseline = Annotated[
     Field(description="vector of an absent token: zero, the mean of the vectors of all ids, or that of a token id"),
 ]
 Seed = Annotated[int, Field(ge=0, description="seed of the random numbers")]
+
+
+@dataclass(frozen=True)
+class Centered:
+    """One logit less the mean of all logits, which softmax does not depend on; one logit of several for each sequence.
+
+    Attributes:
+        logit: a token or class id, or None for the prediction.
+    """
+
+    logit: int | None = None
 
 
 class MapOptions(Options):
@@ -173,6 +185,22 @@ class ScalarOptions(Options):
                 )
             case logit:
                 return logit
+
+
+class SharesOptions(ScalarOptions):
+    """Options of methods that share a scalar among the tokens."""
+
+    centered: bool = Field(
+        default=False,
+        description="explain the logit less the mean of all logits, on which no probability depends; a pair of logits "
+        "and a function stay",
+    )
+
+    @property
+    def scalar(self) -> Any:
+        """The explained scalar, `logit` without texts; raises `OptionError` for a text that no tokenizer has read."""
+        logit = super().scalar
+        return Centered(logit) if self.centered and (logit is None or isinstance(logit, int)) else logit
 
 
 class GradientMapOptions(ScalarOptions, Composed):

@@ -4,12 +4,12 @@ from typing import Literal
 
 from pydantic import Field
 
-from unilinattn.options.bases import ScalarOptions
+from unilinattn.options.bases import ScalarOptions, SharesOptions
 
 QUESTION = "How much did each token add to this logit? The numbers add up to it"
 
 
-class Logit(ScalarOptions):
+class Logit(SharesOptions):
     """Exact shares of the tokens in a logit, which add up to it with the bias: gradient x embedding, model frozen.
 
     Every factor that the input decided is frozen: the layers are their operators, and in the code between them slopes
@@ -60,7 +60,7 @@ class Logit(ScalarOptions):
         return self.by != "tokens"
 
 
-class Lrp(ScalarOptions):
+class Lrp(SharesOptions):
     """Layer-wise relevance propagation: gradient x embedding, where a value and its gate share relevance equally.
 
     The method is `logit` with one other rule. Where `logit` freezes the activated factor of a product, each factor gets
@@ -83,6 +83,41 @@ class Lrp(ScalarOptions):
 
     question = QUESTION
     needs = ("logit", "half rule")
+
+
+class AttnLrp(SharesOptions):
+    """AttnLRP for every architecture: the relevance of each token, by what it sent and by what it decided.
+
+    The rules are those of Achtibat et al. (ICML 2024) for Transformers, and the same ones for every token mixer. Only
+    the scales of norms and the slopes of activations are frozen. Of the product of a layer's matrix and its values, the
+    values get half of the relevance, and the factors of the matrix half, by their derivative: attention weights through
+    softmax to queries and keys, step sizes, decays, strengths, B and C. A matrix that is linear in queries and keys
+    gives half of its part to each, and a key shares its half with the step size that scales it. A value and its gate
+    share their product too.
+
+    Scores: (batch, query, key), without `query` for a target. Extras with the same axes: `content`, the exact share of
+    what the token sent along frozen factors (the scores of `logit`), and `control`, the part of the score on paths
+    through at least one factor: what the token decided. Extra without `key`: `logit`, the explained value.
+
+    Scores do not add up to the logit: relevance is lost where a derivative of a softmax or of a decay is not the share
+    of its argument. `content` adds up to the logit with the bias that the method `logit` reports. The effects of
+    another input, which content and control approximate, are measured by `unilinattn.effects`.
+
+    Raises `OptionError` for an unknown option or value, `InputError` for a model without logits, and `UncoveredError`
+    for code whose products are hidden, such as a recurrent kernel or an autograd function of another package.
+
+    >>> import unilinattn as ula
+    >>> model = ula.examples.load("induction", "mamba")
+    >>> ids = ula.examples.TASKS["induction"].sample(1, seed=0).input_ids
+    >>> result = ula.explain(model, ids, method=ula.methods.AttnLrp(), target=-1)
+    >>> sorted(result.extras)
+    ['content', 'control', 'logit']
+    """
+
+    question = "What did each token send, and what did it decide, for this logit?"
+    needs = ("logit", "live run")
+
+    centered: bool = Field(default=True, description=SharesOptions.model_fields["centered"].description)
 
 
 class AltiLogit(ScalarOptions):

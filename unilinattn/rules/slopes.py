@@ -8,6 +8,8 @@ from torch import Tensor
 
 def frozen_slope(name: str, func: Callable[[Tensor], Tensor], point: Tensor) -> tuple[Tensor, Tensor]:
     """Return the slope (f(p) - f(0)) / p of a function of one value at each p, and f(0)."""
+    if name == "silu":
+        return torch.sigmoid(point), torch.zeros((), dtype=point.dtype, device=point.device)
     zero = torch.zeros((), dtype=point.dtype, device=point.device, requires_grad=True)
     level = func(zero.detach())
     difference = DIFFERENCES.get(name, lambda x: func(x) - level)

@@ -21,6 +21,7 @@ from unilinattn.host.logits import (
     one_each,
     picked,
 )
+from unilinattn.options.bases import Centered
 
 
 class ExplainedLogit:
@@ -98,6 +99,10 @@ class ExplainedLogit:
             value = logit(output)
             return value if isinstance(value, Tensor) else one_each(value, self._tokens[0])
         logits = self._logits(output, target, computed)
+        if isinstance(logit, Centered):
+            value = picked(logits, self.ids(target, logit.logit, logits))
+            # The only logit of a regression is its own mean.
+            return value - logits.mean(-1) if logits.shape[-1] > 1 else value
         return picked(logits, self.ids(target, logit, logits))
 
     def observed(self, target: Any, logit: Logit) -> Tensor | None:

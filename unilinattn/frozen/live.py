@@ -1,0 +1,226 @@
+"""`LiveRun`: a host run whose gradients are relevance, along the values and along all that the tokens decided."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+
+from unilinattn.call.attention_interface import configurations, is_hidden
+from unilinattn.call.nested import mapped, tensors
+from unilinattn.call.parameters import constant_parameters
+from unilinattn.errors import UncoveredError
+from unilinattn.frozen.layers import with_shared_values
+from unilinattn.frozen.shares import Linearized, by_token, linearized
+from unilinattn.frozen.token_pass import PassSpec, TokenPass
+from unilinattn.host.forwards import Forward, replaced_forwards
+from unilinattn.host.inputs import bound_arguments, call_host
+from unilinattn.host.isolation import runs_in_gradient_mode
+from unilinattn.host.logits import Logit
+from unilinattn.host.module_calls import layer_input
+from unilinattn.host.recorder import MAIN, captured
+from unilinattn.host.run import run
+from unilinattn.operator.flow import evaluated_by
+from unilinattn.operator.stages import Branch, Mix, Scale, Stage
+from unilinattn.registry import visible_functions
+from unilinattn.rules.forms import carried
+from unilinattn.rules.live import Live, Paths
+from unilinattn.tracing.layer import Layer
+from unilinattn.tracing.token_streams import TokenStream
+from unilinattn.tracing.trace import Target, Trace
+
+SCALE = 2.0**64
+"""A power of two by which gradients are multiplied in a backward pass: those of many layers' factors are tiny, and
+numbers below the smallest normal one make products slow."""
+
+
+@dataclass(frozen=True, eq=False)
+class Relevances:
+    """The relevance of each token for a scalar of the output, in float64.
+
+    Attributes:
+        tokens: the relevance by the rules of AttnLRP; it need not add up to the scalar.
+        content: the exact share of what the token sent along frozen factors, as in `Shares.tokens`.
+        control: the part of `tokens` on paths through one factor or more: what the token decided.
+        value: the scalar of the traced output; at length, that of the live run.
+    """
+
+    tokens: Float[Tensor, "batch key"]
+    content: Float[Tensor, "batch key"]
+    control: Float[Tensor, "batch key"]
+    value: Float[Tensor, " batch"]
+
+
+class LiveRun:
+    """One run of a traced host by the rules of `rules.live`, which keeps its graph.
+
+    A layer with a written adapter is its flow: of a core's product of a matrix and values, the values get half of the
+    relevance and the factors of the matrix the other half, through the derivative of the mixer. Queries and keys are
+    linear in each other, so each of them gets half of it. All other layers run the host's code by the rules of
+    functions.
+
+    Args:
+        trace: the trace.
+        targets: positions whose logits the run computes, if the model accepts `logits_to_keep`; None for all.
+
+    Raises `UncoveredError` for opaque layers and for a trace in pieces.
+    """
+
+    def __init__(self, trace: Trace, targets: Sequence[Target] | None = None) -> None:
+        """Run the host."""
+        trace.weights.require_same(trace.host, trace.model, "its relevances would not be those of the traced model")
+        trace.require_whole("live runs")
+        self._spec = PassSpec.of(trace, targets)
+        self._pass = LivePass(self._spec)
+        self._pass.require_leaves()
+
+    @property
+    def streams(self) -> tuple[TokenStream, ...]:
+        """The streams whose tokens have the relevances, one after the other."""
+        return self._spec.streams
+
+    @property
+    def grid(self) -> tuple[int, int] | None:
+        """The (rows, columns) of the tokens, if they are those of an image that enters the first block."""
+        return self._spec.grid
+
+    @runs_in_gradient_mode(True)
+    def relevances(self, target: Any = -1, logit: Logit = None) -> Relevances:
+        """Return the relevances for a logit, or for another scalar of the output: three backward passes."""
+        output = self._pass.output
+        scalar = linearized(output, mapped(output, torch.zeros_like), self._spec.scalar(target, logit))
+        tokens = self._along(scalar, Paths(value=0.5, factor=0.5))
+        sent = self._along(scalar, Paths(value=0.5, factor=0.0))
+        content = self._along(scalar, Paths(value=1.0, factor=0.0))
+        return Relevances(tokens, content, tokens - sent, self._spec.value(scalar.value, target, logit))
+
+    def _along(self, scalar: Linearized, paths: Paths) -> Float[Tensor, "batch key"]:
+        """Return the gradient times each token's vector, with the constants that are added before the first block."""
+        self._pass.paths.value, self._pass.paths.factor = paths.value, paths.factor
+        groups = self._pass.leaves
+        leaves = [leaf for group in groups for leaf in group]
+        # Sixteen bits of float16 have no room for the scale.
+        scale = 1.0 if any(slope.dtype == torch.float16 for slope in scalar.slopes) else SCALE
+        scaled = scalar._replace(slopes=[slope * scale for slope in scalar.slopes])
+        entries = self._pass.entries
+        grads = iter(scaled.gradients([*leaves, *(entry.value for entry in entries.values())]))
+        totals = [_inner(group, [next(grads) for _ in group]) for group in groups]
+        for number, entry in entries.items():
+            slope, group = next(grads), groups[number]
+            if slope is None or entry.value.shape[:2] != group[0].shape[:2]:
+                continue
+            # The entry is J e + c for the vectors e, so that c has (entry - J e) . slope.
+            back = torch.autograd.grad(entry.value, group, slope, retain_graph=True, allow_unused=True)
+            totals[number] = totals[number] + by_token(entry.value, slope) - _inner(group, back)
+        return torch.cat(totals, 1) / scale
+
+
+class LivePass(TokenPass):
+    """One pass of a host by the rules of `rules.live`.
+
+    Attributes:
+        paths: the weights of the next backward pass.
+        output: the output.
+    """
+
+    def __init__(self, spec: PassSpec) -> None:
+        """Run the host."""
+        super().__init__(spec)
+        self.paths = Paths()
+        mixers = replaced_forwards(self.model, self._replaced)
+        self.output = run(self.model, self._compute, gradients=True, mixers=mixers, observer=self._observed())
+
+    @contextmanager
+    def _observed(self) -> Iterator[None]:
+        # Layers whose adapter needs a capture run the host's code. The host's attention is one of torch's functions,
+        # unless it is hidden in another kernel.
+        hidden = any(is_hidden(config) for config in configurations(self.model))
+        captures = captured(self.model, needed=lambda architecture: hidden or not architecture.needs_capture)
+        with self.attached(), constant_parameters(self.model), captures, visible_functions(self.model):
+            yield
+
+    def _compute(self) -> Any:
+        with Live(self.where, self.paths, self.marker()):
+            output = call_host(self.model, self.arguments())
+        require_visible(output, type(self.model).__name__)
+        return mapped(output, lambda t: t if t.requires_grad else t.detach())
+
+    def _replaced(self, path: str, module: nn.Module, host: Forward) -> Forward | None:
+        """Return the forward of a traced layer with a written adapter."""
+        if module not in self._queues:
+            return None
+        queue = self._queues[module]
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            layer = queue.pop(0)
+            if layer.needs_capture:
+                return host(*args, **kwargs)
+            arguments = bound_arguments(module, args, kwargs)
+            with torch._C.DisableTorchFunction():
+                x = layer_input(arguments.values())
+                read = None if x is None else layer.as_read(x.to(layer.input.dtype), layer.input.shape)
+            if x is None or read is None or not x.requires_grad:
+                return host(*args, **kwargs)
+            output = live_output(layer, read, self.paths, x.dtype)
+            returned = mapped(layer.structure, lambda tensor: output if tensor is MAIN else tensor)
+            return with_shared_values(layer, arguments, returned)
+
+        return forward
+
+
+def live_output(layer: Layer, x: Float[Tensor, "batch key in"], paths: Paths, dtype: torch.dtype) -> Tensor:
+    """Return the recorded output of a layer, in the graph of its live flow from `x`."""
+    with evaluated_by(partial(_evaluate, paths)):
+        computed = layer.flow_in_run(x).value
+    with torch._C.DisableTorchFunction():
+        # The value is the recorded one, so that later factors are those of the trace.
+        rounding = (layer.output - computed).detach()
+        return layer.as_returned(computed + rounding).to(dtype)
+
+
+def _evaluate(paths: Paths, stages: Sequence[Stage], x: Tensor) -> Tensor:
+    """Apply stages to a carried tensor, which shares its relevance with all factors but slopes and scales of norms."""
+    for stage in stages:
+        # A gate is computed when it is first needed, and its activation has a rule too.
+        factor = stage.scale if isinstance(stage, Scale) else None
+        with torch._C.DisableTorchFunction():
+            if isinstance(stage, Branch):
+                x = torch.stack([_evaluate(paths, chain, x) for chain in stage.chains]).sum(0)
+                continue
+            is_live = isinstance(stage, Mix) and carried(list(vars(stage.mixer).values()))
+            if isinstance(stage, Scale) and factor is not None:
+                factor = factor.detach() if stage.role in ("act", "norm") else factor
+                is_live = factor.requires_grad
+                stage = replace(stage, factor=paths.weighted(factor, "factor") if is_live else factor)
+            x = stage.apply(paths.weighted(x, "value") if is_live else x)
+    return x
+
+
+def require_visible(output: Any, model: str) -> None:
+    """Raise `UncoveredError` if an output depends on an autograd function of another package with several tensors."""
+    nodes = [t.grad_fn for t in tensors(output) if t.grad_fn is not None]
+    visited = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        # A function of one tensor is no product of two, and has its derivative.
+        if isinstance(node, BackwardCFunction) and sum(earlier is not None for earlier, _ in node.next_functions) > 1:
+            function: Any = type(node)._forward_cls
+            if function.__module__.partition(".")[0] != "unilinattn":
+                raise UncoveredError(
+                    f"{model} computes in {function.__module__}.{function.__qualname__}, an autograd function whose "
+                    "products the rules of relevance do not see. Use the module's plain code."
+                )
+        following = [earlier for earlier, _ in node.next_functions if earlier is not None and earlier not in visited]
+        visited.update(following)
+        nodes += following
+
+
+def _inner(vectors: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Float[Tensor, "batch key"]:
+    """Return the inner products of the vectors of each token with gradients, summed over lookups."""
+    products = [by_token(x, grad) for x, grad in zip(vectors, grads, strict=True) if grad is not None]
+    return torch.stack(products).sum(0) if products else vectors[0].new_zeros(vectors[0].shape[:2]).double()

@@ -1,0 +1,203 @@
+"""`TokenPass`: one pass of a host in which the vectors of the tokens are leaves of the graph."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from unilinattn.call.axes import as_tokens, in_shape
+from unilinattn.errors import UncoveredError
+from unilinattn.frozen.layers import require_transparent
+from unilinattn.frozen.shares import Stream
+from unilinattn.host.logits import Logit, one_each
+from unilinattn.host.observer import Inputs, Observer
+from unilinattn.host.wrappers import require_gradients
+from unilinattn.tracing.explained import ExplainedLogit
+from unilinattn.tracing.layer import Layer
+from unilinattn.tracing.lookups import TokenIds
+from unilinattn.tracing.token_source import Source, find_sources, require_alone
+from unilinattn.tracing.token_streams import TokenStream
+from unilinattn.tracing.tokens import TokenCall, blocks_of, first_stream
+from unilinattn.tracing.trace import Target, Trace
+
+
+@dataclass(frozen=True)
+class PassSpec:
+    """A model, its arguments, where its tokens get their vectors, and which of its outputs are explained.
+
+    Attributes:
+        model: the host model.
+        arguments: its arguments.
+        layers: the traced layers in order of execution.
+        sources: where the tokens of each stream get their vectors.
+        blocks: the paths of the modules that contain layers of one of these streams, with the number of its source (see
+            `block_names`).
+        explained: the logits of the trace.
+        positions: those of the logits that the model computes, None for all.
+        batch: the number of sequences.
+    """
+
+    model: nn.Module
+    arguments: Mapping[str, Any]
+    layers: Sequence[Layer]
+    sources: Sequence[Source]
+    blocks: Mapping[str, int]
+    explained: ExplainedLogit
+    positions: Int[Tensor, " position"] | None
+    batch: int
+
+    @classmethod
+    def of(cls, trace: Trace, targets: Sequence[Target] | None) -> Self:
+        """Return the spec of passes that compute the logits at `targets`, None for all positions."""
+        model, layers, explained = trace.host, trace.layers, trace.explained_logit
+        arguments, positions = explained.arguments(model, targets)
+        require_transparent(layers)
+        require_gradients(model)
+        sources = find_sources(model, arguments, layers)
+        groups = [[layers[index] for index in source.stream.layers] for source in sources]
+        blocks = blocks_of(model, groups if len(groups) > 1 else [layers])
+        return cls(model, arguments, layers, sources, blocks, explained, positions, trace.token_shape[0])
+
+    @property
+    def streams(self) -> tuple[TokenStream, ...]:
+        """The streams whose tokens are leaves, one after the other."""
+        return tuple(source.stream for source in self.sources)
+
+    @property
+    def grid(self) -> tuple[int, int] | None:
+        """The (rows, columns) of the tokens, if they are those of an image that enters the first block."""
+        origin = self.sources[0].origin
+        return origin.grid if isinstance(origin, TokenCall) and len(self.sources) == 1 else None
+
+    def scalar(self, target: Any, logit: Logit) -> Callable[[Any], Float[Tensor, " batch"]]:
+        """Return the function from an output of the model to the explained scalar of each sequence."""
+        if callable(logit):
+            require_alone(self.model, self.arguments, self.sources, self.layers, lambda output: [logit(output)])
+        return lambda output: one_each(self.explained.scalar(output, target, logit, self.positions), self.batch)
+
+    def value(self, scalar: Float[Tensor, " batch"], target: Any, logit: Logit) -> Float[Tensor, " batch"]:
+        """Return the scalar of the traced output, or that of a pass if the trace did not compute it."""
+        observed = self.explained.observed(target, logit)
+        return scalar if observed is None else observed.detach().to(scalar)
+
+
+class BlockCall(NamedTuple):
+    """A call of a module, with the stream of tokens that entered a block."""
+
+    path: str
+    module: nn.Module
+    stream: Stream | None
+
+
+class TokenPass(Observer[BlockCall]):
+    """One pass of a host that finds the tokens' vectors and the streams that enter its blocks.
+
+    Attributes:
+        leaves: the vectors of the tokens of each source, one tensor for each lookup.
+        entries: the stream that enters the first block, by the number of its source.
+    """
+
+    sees_given_inputs = False
+
+    def __init__(self, spec: PassSpec) -> None:
+        super().__init__(spec.model)
+        self._spec = spec
+        self.leaves: list[list[Tensor]] = [[] for _ in spec.sources]
+        self.entries: dict[int, Stream] = {}
+        self._in_blocks: set[int] = set()
+        self._queues: dict[nn.Module, list[Layer]] = {}
+        for layer in spec.layers:
+            self._queues.setdefault(layer.module, []).append(layer)
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the model's arguments; those that have the tokens' vectors are leaves."""
+        arguments = dict(self._spec.arguments)
+        for number, source in enumerate(self._spec.sources):
+            if isinstance(source.origin, str):
+                arguments[source.origin] = self.leaf(number, arguments[source.origin])
+        return arguments
+
+    def require_leaves(self) -> None:
+        """Raise `UncoveredError` if the pass met no vectors of the tokens of a source."""
+        if not all(self.leaves):
+            raise UncoveredError(
+                f"{type(self.model).__name__} does not look up its token ids by torch.nn.functional.embedding, so the "
+                "vectors of the tokens are unknown; give the model inputs_embeds instead of ids."
+            )
+
+    def frame(self, path: str, module: nn.Module, inputs: Inputs) -> BlockCall:
+        """Find the stream that enters a block."""
+        number = self._spec.blocks.get(path)
+        if number is None:
+            return BlockCall(path, module, None)
+        args, kwargs = inputs
+        entered, shape = None, self._spec.sources[number].stream.shape if len(self.leaves) > 1 else None
+        # The mode of the run counts the functions that the host calls.
+        with torch._C.DisableTorchFunction():
+            stream = first_stream((*args, *kwargs.values()), shape)
+            if stream is not None and stream.requires_grad:
+                entered = Stream(stream, forward_ad.unpack_dual(stream).tangent)
+        if entered is None:
+            return BlockCall(path, module, None)
+        self.entries.setdefault(number, entered)
+        # The code before the first block of a list may scale the embeddings.
+        if path.rpartition(".")[2].isdigit() and number not in self._in_blocks:
+            self._in_blocks.add(number)
+            self.entered(entered)
+        return BlockCall(path, module, entered)
+
+    def entered(self, stream: Stream) -> None:
+        """Follow the stream that enters the first block of a list."""
+
+    def where(self) -> str:
+        """Return the path and the class of the module that is running, for errors."""
+        path, module, _ = self.stack[-1]
+        return f"{path or 'the model'} ({type(module).__name__})"
+
+    def leaf(self, number: int, vectors: Tensor) -> Tensor:
+        """Return tokens' vectors as a leaf of the graph; the host may write into the copy that it gets."""
+        origin, axis = self._spec.sources[number].origin, -1
+        if isinstance(origin, TokenCall):
+            origin.require_same(vectors)
+            axis = origin.axis
+        # Ids may be looked up in another shape, and windows are sequences of the layers.
+        by_token = vectors
+        if isinstance(origin, TokenCall):
+            by_token = as_tokens(vectors, axis=axis).reshape(*self._spec.sources[number].stream.shape, -1)
+        self.leaves[number].append(by_token.detach().clone().requires_grad_())
+        carried = self.leaves[number][-1].clone()
+        if by_token is not vectors:
+            windows = as_tokens(vectors, axis=axis).shape
+            carried = in_shape(carried.reshape(windows), vectors.shape, axis)
+        return carried
+
+    def marker(self) -> Callable[[Any, Any, Any], Any]:
+        """Return the function that makes tokens' vectors carried, from a function, its arguments and its result."""
+        marks = [self._mark_of(number, source) for number, source in enumerate(self._spec.sources)]
+
+        def mark(func: Any, args: Any, result: Any) -> Any:
+            for each in marks:
+                marked = each(func, args, result)
+                if marked is not result:
+                    return marked
+            return result
+
+        return mark
+
+    def _mark_of(self, number: int, source: Source) -> Callable[[Any, Any, Any], Any]:
+        """Return the function that marks the vectors of one source."""
+        ids = None if source.ids is None else TokenIds(self._spec.arguments[source.ids])
+        is_source = source.origin.finder() if isinstance(source.origin, TokenCall) else lambda func, result: False
+
+        def mark(func: Any, args: Any, result: Any) -> Any:
+            if ids is None:
+                return self.leaf(number, result) if is_source(func, result) else result
+            if not ids.looks_up(func, args, result):
+                return result
+            return ids.as_looked_up(self.leaf(number, ids.by_token(result)), result.shape)
+
+        return mark

@@ -1,0 +1,335 @@
+"""`Live`: run a host by its gradients, with the rules of AttnLRP in place of the derivatives that break relevance.
+
+A tensor is carried if it requires a gradient; the model's parameters require none meanwhile. Everything that the tokens
+decide is carried too: queries, keys, step sizes, decays, gates. The value times the gradient of a carried tensor is its
+relevance.
+- Of a product of two carried tensors each gets half.
+- A function of one value such as SiLU has its frozen slope (f(p) - f(0)) / p, and so has a factor that is an
+  activation of the value it multiplies, written out as in x sigmoid(x).
+- A norm's scale is a constant.
+- All other functions, softmax and exponentials among them, have their derivative.
+
+Source: Achtibat et al., "AttnLRP: attention-aware layer-wise relevance propagation for Transformers" (ICML 2024).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from unilinattn.call.functions import meaning_of
+from unilinattn.call.nested import mapped, tensors
+from unilinattn.errors import UncoveredError
+from unilinattn.mixers.base import checked_factors
+from unilinattn.rules import functions as kinds
+from unilinattn.rules.forms import FORMS, carried
+from unilinattn.rules.functions import name_of, opened
+from unilinattn.rules.mixing_functions import MixingFunction
+from unilinattn.rules.slopes import frozen_slope
+
+DECIDED = 3
+"""The rank of a tensor that a softmax, an exponential or another function of `FACTORS` made."""
+
+NORMS = frozenset(["sqrt", "rsqrt", "std", "var", "std_mean", "var_mean", "norm", "vector_norm"])
+"""Functions whose output scales a norm, if their argument is no decided tensor."""
+
+ELEMENTWISE = (
+    kinds.SLOPES
+    | kinds.HOMOGENEOUS
+    | kinds.ACTIVATING
+    | frozenset(["add", "sub", "rsub", "mul", "pow", "square", "neg"])
+)
+"""Functions whose output is a function of one value at each entry, if the other arguments are constants."""
+
+
+@dataclass
+class Paths:
+    """The weights by which a backward pass takes the paths through a product; they may change between passes.
+
+    Attributes:
+        value: the weight of the carried value.
+        factor: the weight of the factor, which the tokens decided.
+    """
+
+    value: float = 0.5
+    factor: float = 0.5
+
+    def weighted(self, tensor: Tensor, share: str, scale: float = 1.0) -> Tensor:
+        """Return a tensor whose gradient is multiplied by `scale` and the weight of a `share`, "" for neither one."""
+        weighted: Tensor = _Weighted.apply(tensor, self, share, scale)
+        return weighted
+
+
+class Live(TorchFunctionMode):
+    """Applies the rules to every function of torch that a host calls on carried tensors.
+
+    Args:
+        where: returns the path and class of the module that is running, for errors.
+        paths: the weights of the backward passes.
+        mark: called with each function of constants, its arguments and its result; returns the result, or a tensor
+            that is carried from here on.
+    """
+
+    def __init__(self, where: Callable[[], str], paths: Paths, mark: Callable[[Any, Any, Any], Any]) -> None:
+        super().__init__()
+        self._where, self._paths, self._mark = where, paths, mark
+        self._ranks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._roots: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Apply the rule of a function."""
+        kwargs = dict(kwargs or {})
+        name, in_place = name_of(func, kwargs)
+        if name == "requires_grad" and in_place:
+            # A host that switches gradients on or off does not change which tensors are carried.
+            return args[0]
+        if (meaning := meaning_of(func)) is not None and carried((args, kwargs)):
+            with self:
+                if isinstance(meaning, MixingFunction):
+                    return meaning.value(func, args, kwargs)
+                return meaning(*args, **kwargs)
+        if name in kinds.COMPOSITE:
+            with self:
+                return opened(func)(*args, **kwargs)
+        if name in kinds.LIKE:
+            # Of the other arguments only the shape or the dtype matters.
+            args, kwargs = (args[0], *mapped(args[1:], torch.detach)), mapped(kwargs, torch.detach)
+        if not carried((args, kwargs)) or not torch.is_grad_enabled():
+            return self._mark(func, args, func(*args, **kwargs))
+        rank = self._rank_of(name, args, kwargs)
+        rule = _RULES.get(name)
+        if in_place and (rule is not None or name in kinds.SLOPES):
+            function = getattr(torch.Tensor, name, None) or getattr(functional, name)
+            # The rule may keep its argument, which is written over here.
+            before = args[0].clone()
+            self._ranks[before] = self.rank(args[0])
+            result = args[0].copy_(self._apply(name, function, (before, *args[1:]), kwargs))
+        else:
+            result = self._apply(name, func, args, kwargs)
+        written = args[:1] if in_place or name == "setitem" else result
+        for tensor in tensors(written):
+            if tensor.requires_grad and tensor not in self._ranks:
+                self._ranks[tensor] = rank
+        if not in_place and isinstance(result, Tensor) and name in ELEMENTWISE:
+            self._follow(args, kwargs, result)
+        return result
+
+    def rank(self, value: Any) -> int:
+        """Return 0 for a value, 1 after an activation, 2 after one with f(0) != 0, and `DECIDED`."""
+        return self._ranks.get(value, 0) if isinstance(value, Tensor) and value.requires_grad else 0
+
+    def _rank_of(self, name: str, args: Any, kwargs: Any) -> int:
+        """Return the rank of a function's result."""
+        ranks = [self.rank(tensor) for tensor in tensors((args, kwargs)) if tensor.requires_grad]
+        if name in kinds.FACTORS:
+            return DECIDED
+        if name in kinds.SLOPES | kinds.HOMOGENEOUS:
+            level = (
+                2 if name in ("sigmoid", "hardsigmoid", "log_sigmoid", "logsigmoid") else int(name not in kinds.LIMITS)
+            )
+            return max(level, *ranks)
+        if name in ("add", "sub", "rsub") and len(ranks) == 1 and ranks[0] == 1:
+            # An activation plus a constant, such as 1 + tanh, is one with f(0) != 0.
+            return 2
+        # What is added to a value, or written into one, is a value.
+        values = [rank for rank in ranks if rank < DECIDED]
+        return max(values) if values else DECIDED
+
+    def _follow(self, args: Any, kwargs: Any, result: Tensor) -> None:
+        """Note the value that a result is an elementwise function of."""
+        roots = {id(root): root for t in tensors((args, kwargs)) if t.requires_grad for root in [self._root(t)]}
+        (root,) = roots.values() if len(roots) == 1 else (None,)
+        if root is not None and root.shape == result.shape and root is not result:
+            self._roots[result] = root
+
+    def _root(self, tensor: Tensor) -> Tensor:
+        return self._roots.get(tensor, tensor)
+
+    def _apply(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if name in _RULES:
+            return _RULES[name](self, func, *args, **kwargs)
+        if name in kinds.RECURRENT:
+            raise UncoveredError(
+                f"{self._where()} calls {name!r}, whose products the rules of relevance do not see: its state passes a "
+                "nonlinearity at every step, in one kernel."
+            )
+        if name in FORMS:
+            result, constant = FORMS[name](*args, **kwargs)
+            return result if constant is None else result + constant
+        if name in NORMS and all(self.rank(tensor) < DECIDED for tensor in tensors((args, kwargs))):
+            return func(*mapped(args, torch.detach), **mapped(kwargs, torch.detach))
+        if name in kinds.SLOPES and self.rank(args[0]) < DECIDED:
+            return _slope(name, func, *args, **kwargs)
+        if name in kinds.PRODUCTS or name in kinds.AFFINE:
+            return self._product(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _weighted(self, tensor: Tensor, share: str, scale: float = 1.0) -> Tensor:
+        return self._paths.weighted(tensor, share, scale)
+
+    def _product(self, func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """Return a product that is linear in each operand: of two carried operands each gets half."""
+        operands = list({id(t): t for t in tensors((args, kwargs)) if t.requires_grad}.values())
+        if len(operands) == 1:
+            return func(*args, **kwargs)
+        ranks = [self.rank(operand) for operand in operands]
+        shares = self._shares(operands, ranks)
+        weighted = {id(t): self._weighted(t, *share) for t, share in zip(operands, shares, strict=True)}
+        args, kwargs = mapped((args, kwargs), lambda t: weighted.get(id(t), t))
+        result = func(*args, **kwargs)
+        # A product of a value with a factor is a value, and one of two decided tensors is decided.
+        self._ranks[result] = min(min(ranks), 1) if min(ranks) < DECIDED else DECIDED
+        return result
+
+    def _shares(self, operands: list[Tensor], ranks: list[int]) -> list[tuple[str, float]]:
+        if len(set(ranks)) == 1:
+            return [("", 1 / len(operands))] * len(operands)
+        return [("value" if rank == min(ranks) else "factor", 1.0) for rank in ranks]
+
+
+def _slope(name: str, func: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Return a function of one value, whose derivative is its frozen slope."""
+    sloped: Tensor = _Sloped.apply(x, name, partial(_called, func, args, kwargs))
+    return sloped
+
+
+def _called(func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], x: Tensor) -> Tensor:
+    return func(x, *args, **kwargs)
+
+
+class _Sloped(torch.autograd.Function):
+    """A function of one value with its frozen slope, which is computed in the first backward pass that needs it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, name: str, func: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.name, ctx.func, ctx.slope = name, func, None
+        return func(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        if ctx.slope is None:
+            ctx.slope, _ = frozen_slope(ctx.name, ctx.func, ctx.saved_tensors[0])
+        return grad * ctx.slope, None, None
+
+
+class _Weighted(torch.autograd.Function):
+    """The identity, whose gradient is multiplied by a weight that is read in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, paths: Paths, share: str, scale: float) -> Tensor:
+        ctx.paths, ctx.share, ctx.scale = paths, share, scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        weight = ctx.scale * (getattr(ctx.paths, ctx.share) if ctx.share else 1)
+        # Without a gradient, nothing before it is computed.
+        return (grad * weight if weight else None), None, None, None
+
+
+def _mul(mode: Live, func: Any, x: Any, other: Any) -> Tensor:
+    if carried(x) and carried(other):
+        if x is other:
+            return x.detach() * x
+        if mode._root(x) is mode._root(other):
+            # An activation that is written out, such as x sigmoid(x), has a frozen slope.
+            frozen_first = mode.rank(x) > mode.rank(other)
+            return x.detach() * other if frozen_first else x * other.detach()
+    return mode._product(torch.mul, (x, other), {})
+
+
+def _div(mode: Live, func: Any, x: Any, other: Any, *, rounding_mode: str | None = None) -> Tensor:
+    if rounding_mode is not None:
+        return torch.div(*mapped((x, other), torch.detach), rounding_mode=rounding_mode)
+    if carried(other) and mode.rank(x) != DECIDED:
+        # A norm divides by a size of the value; the divisor of a sum of weighted values belongs to the weights.
+        other = mode._weighted(other, "factor") if mode.rank(other) == DECIDED else other.detach()
+    return torch.div(x, other)
+
+
+def _rdiv(mode: Live, func: Any, x: Tensor, other: Any) -> Tensor:
+    return _div(mode, func, other, x)
+
+
+def _square(mode: Live, func: Any, x: Tensor) -> Tensor:
+    return x.detach() * x
+
+
+def _pow(mode: Live, func: Any, x: Any, exponent: Any) -> Tensor:
+    if not carried(x) or isinstance(exponent, Tensor) or mode.rank(x) == DECIDED:
+        return torch.pow(x, exponent)
+    if exponent < 1:
+        # The scale of a norm.
+        return torch.pow(x.detach(), exponent)
+    return x.detach().pow(exponent - 1) * x
+
+
+def _addcmul(mode: Live, func: Any, x: Any, first: Any, other: Any, *, value: int | float = 1) -> Tensor:
+    return torch.add(x, _mul(mode, func, first, other), alpha=value)
+
+
+def _lerp(mode: Live, func: Any, x: Any, end: Any, weight: Any) -> Tensor:
+    return x + _mul(mode, func, end - x, weight)
+
+
+def _addmm(mode: Live, func: Any, *args: Any, **kwargs: Any) -> Tensor:
+    names = ("input", "mat1", "mat2", "batch1", "batch2")
+    x, left, right = (*args, *(kwargs.pop(name) for name in names if name in kwargs))
+    scales = kwargs
+    if not (carried(left) and carried(right)):
+        return func(x, left, right, **scales)
+    return torch.add(
+        x * scales.get("beta", 1), mode._product(torch.matmul, (left, right), {}), alpha=scales.get("alpha", 1)
+    )
+
+
+def _glu(mode: Live, func: Any, x: Tensor, dim: int = -1) -> Tensor:
+    value, gate = x.chunk(2, dim)
+    activated = _slope("sigmoid", torch.sigmoid, gate)
+    mode._ranks[activated] = 2
+    return mode._product(torch.mul, (value, activated), {})
+
+
+def _attention(mode: Live, func: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    # Half of the factor's part goes to the query and half to the key.
+    query, key = (mode._weighted(x, "factor", 0.5) if x.requires_grad else x for x in (query, key))
+    value = mode._weighted(value, "value") if value.requires_grad else value
+    return functional.scaled_dot_product_attention(query, key, value, *args, **kwargs)
+
+
+def _factors(mode: Live, func: Any, **factors: Tensor | None) -> tuple[Any, ...]:
+    present = {name for name, factor in factors.items() if factor is not None}
+    shares = dict.fromkeys(factors, 1.0)
+    if {"query", "key"} <= present:
+        # The matrix is linear in the query and in the key, and in a scale of the key such as the step size.
+        scaled = "key_scale" in present
+        shares |= {"query": 0.5, "key": 0.25 if scaled else 0.5, "key_scale": 0.25}
+    live = {name: factor for name, factor in factors.items() if factor is not None and factor.requires_grad}
+    weighted = {name: mode._weighted(factor, "factor", shares[name]) for name, factor in live.items()}
+    return checked_factors(**(factors | weighted))
+
+
+_RULES: dict[str, Callable[..., Any]] = {
+    "mul": _mul,
+    "multiply": _mul,
+    "div": _div,
+    "divide": _div,
+    "true_divide": _div,
+    "rdiv": _rdiv,
+    "square": _square,
+    "pow": _pow,
+    "addcmul": _addcmul,
+    "lerp": _lerp,
+    "addmm": _addmm,
+    "baddbmm": _addmm,
+    "glu": _glu,
+    "scaled_dot_product_attention": _attention,
+    "checked_factors": _factors,
+}
