@@ -35,6 +35,7 @@ def test_twice_reversed_is_the_inner_mixer() -> None:
 def test_properties_are_those_of_the_inner_mixer() -> None:
     fixed = Reversed(Toeplitz(torch.randn(HEADS, 4, dtype=torch.float64), batch=BATCH, length=9))
     assert (fixed.data_controlled, fixed.causal, fixed.structure) == (False, False, "reversed Toeplitz")
-    selective = MEMORY.build(MEMORY.draw(2))
+    selective = MEMORY.build(MEMORY.draw(9))
     assert (selective.data_controlled, selective.structure) == (True, "reversed diagonal decay")
-    laws.check_forms(fixed)
+    for mixer in (fixed, selective):
+        laws.check_forms(mixer)
