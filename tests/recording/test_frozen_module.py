@@ -122,11 +122,11 @@ def test_a_module_of_two_streams_has_a_stage_for_each(monkeypatch: pytest.Monkey
     assert float((one.bias - stages.bias).norm()) < LIMIT * float(one.output.norm())
 
 
-@pytest.mark.parametrize("name", [name for name in REFUSED if name != "a function without a rule"])
-def test_what_is_no_map_of_the_tokens_of_a_sequence_stays_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_map_of_the_tokens_of_a_sequence_stays_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     as_one_stage(monkeypatch)
-    with pytest.raises(UncoveredError, match="no function is a stage"):
-        operator(REFUSED[name][0](), draw(*TOKENS))
+    for name in REFUSED.keys() - {"a function without a rule"}:
+        with pytest.raises(UncoveredError, match="no function is a stage"):
+            operator(REFUSED[name][0](), draw(*TOKENS))
 
 
 def test_a_second_input_is_no_bias(monkeypatch: pytest.MonkeyPatch) -> None:
