@@ -18,7 +18,7 @@ from transformers import (
 )
 
 import unilinattn as ula
-from tests.discovery.invented import WIDTH, Projected, hybrid
+from tests.discovery.invented import WIDTH, Projected, Recurrent, hybrid
 from tests.methods.refused import recommended
 from tests.tracing.models import Output
 from unilinattn.errors import UncoveredError, UnknownArchitectureError
@@ -95,10 +95,16 @@ def refusal(model: nn.Module, inputs: Any = IDS) -> str:
 
 @pytest.mark.parametrize("build", [nn.LSTM, nn.GRU, nn.RNN])
 def test_a_nonlinear_recurrence_has_no_operator(build: Callable[..., nn.Module]) -> None:
-    message = refusal(Language(build(WIDTH, WIDTH, batch_first=True)))
-    assert message.startswith(f"mixer (torch.nn.modules.rnn.{build.__name__}): ")
-    assert "its state passes a nonlinearity at every step" in message
-    assert "xLSTM" not in message and "register_architecture" not in message
+    models = {
+        f"mixer (torch.nn.modules.rnn.{build.__name__}): ": Language(build(WIDTH, WIDTH, batch_first=True)),
+        f"backbone.layers.1.mixer ({Recurrent.__module__}.Recurrent): ": hybrid(Recurrent(build)),
+    }
+    for path, model in models.items():
+        message = refusal(model)
+        assert message.startswith(path)
+        assert "its state passes a nonlinearity at every step" in message
+        assert "xLSTM" not in message and "register" not in message
+        assert "strict=False, which leaves this layer out" in message
 
 
 @pytest.mark.parametrize("model", [lambda: Language(Cells()), lambda: hybrid(Cells())], ids=["by itself", "in a Mamba"])
