@@ -144,26 +144,16 @@ def hybrid(mixer: nn.Module | None = None) -> nn.Module:
     return randomize(model).eval()
 
 
-INVENTED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    **{
-        cls.__name__: (cls, "")
-        for cls in (
-            TwoTime,
-            CumMean,
-            SDPA,
-            LRU,
-            SelectiveScan,
-            TimeMix,
-            Pooling,
-            TokenShift,
-            Fourier,
-            FirstTokenAdded,
-            Summary,
-            Convolved,
-            OverTokens,
-        )
-    },
-    "LSTM": (lambda: Recurrent(nn.LSTM), ".cell"),
-    "GRU": (lambda: Recurrent(nn.GRU), ".cell"),
+_CLASSES = (
+    *(TwoTime, CumMean, SDPA, LRU, SelectiveScan, TimeMix, Pooling, TokenShift),
+    *(Fourier, FirstTokenAdded, Summary, Convolved, OverTokens),
+)
+INVENTED: dict[str, Callable[[], nn.Module]] = {
+    **{cls.__name__: cls for cls in _CLASSES},
+    "LSTM": lambda: Recurrent(nn.LSTM),
+    "GRU": lambda: Recurrent(nn.GRU),
 }
-"""Constructor of each mixer, and the path of its mixing submodule."""
+"""Constructor of each mixer."""
+
+RECURRENT = ("LSTM", "GRU")
+"""Invented mixers without an operator."""

@@ -1,8 +1,6 @@
 """Detection of unregistered mixers: invented mixers of every kind are refused, and no real host is."""
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -11,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import unilinattn as ula
-from tests.discovery.invented import INVENTED, WIDTH, CumMean, OverTokens, SelectiveScan, TokenShift, hybrid
+from tests.discovery.invented import INVENTED, RECURRENT, WIDTH, CumMean, OverTokens, SelectiveScan, TokenShift, hybrid
 from tests.hosts import named
 from tests.tracing.models import VOCABULARY, Model, Output
 from tests.tracing.models import WIDTH as CHANNELS
@@ -27,19 +25,15 @@ from unilinattn.tracing import recording
 IDS = torch.randint(30, (2, 16), generator=torch.Generator().manual_seed(1))
 
 
-NONLINEAR = ("LSTM", "GRU")
-"""Invented mixers without an operator."""
-
-
 def refusal(model: nn.Module, inputs: Tensor = IDS, **options: bool) -> str:
     with left_as_found(model), pytest.raises((UnknownArchitectureError, UncoveredError)) as caught:
         ula.trace(model, inputs, **options)
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", [name for name in INVENTED if name not in NONLINEAR])
+@pytest.mark.parametrize("name", [name for name in INVENTED if name not in RECURRENT])
 def test_an_unregistered_mixer_is_recorded(name: str) -> None:
-    model = hybrid(INVENTED[name][0]()).double()
+    model = hybrid(INVENTED[name]()).double()
     with left_as_found(model):
         trace = ula.trace(model, IDS)
     assert [layer.architecture for layer in trace.layers] == ["mamba", "recorded", "mamba"]
@@ -54,34 +48,14 @@ def test_an_unregistered_mixer_is_recorded(name: str) -> None:
 @pytest.mark.parametrize("length", [1, 2, 4])
 @pytest.mark.parametrize("name", ["SDPA", "TwoTime", "LRU", "TokenShift", "FirstTokenAdded"])
 def test_no_layer_is_missed_for_few_tokens(name: str, length: int) -> None:
-    layers = ula.trace(hybrid(INVENTED[name][0]()), IDS[:, :length]).layers
+    layers = ula.trace(hybrid(INVENTED[name]()), IDS[:, :length]).layers
     assert [layer.architecture for layer in layers] == ["mamba", "recorded", "mamba"]
-
-
-@pytest.mark.parametrize("name", NONLINEAR)
-def test_a_nonlinear_recurrence_is_refused_for_its_reason(name: str) -> None:
-    message = refusal(hybrid(INVENTED[name][0]()))
-    assert message.startswith("backbone.layers.1.mixer")
-    assert "its state passes a nonlinearity at every step" in message
-    assert "register" not in message
-    assert "strict=False, which leaves this layer out" in message
-
-
-@pytest.mark.parametrize("name", NONLINEAR)
-def test_without_strict_a_nonlinear_recurrence_is_an_opaque_layer(name: str) -> None:
-    model = hybrid(INVENTED[name][0]())
-    with left_as_found(model):
-        trace = ula.trace(model, IDS, strict=False)
-    (path,) = [layer.name for layer in trace.layers if layer.opaque]
-    assert path.startswith("backbone.layers.1.mixer")
-    assert len(trace.layers) == 3
-    assert ula.explain(trace, method="rollout").left_out == (path,)
 
 
 @pytest.mark.parametrize("name", INVENTED)
 def test_only_the_search_detects_an_unregistered_mixer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recording, "unregistered_mixers", lambda *_: ())
-    trace = ula.trace(hybrid(INVENTED[name][0]()), IDS)
+    trace = ula.trace(hybrid(INVENTED[name]()), IDS)
     assert [layer.name for layer in trace.layers] == ["backbone.layers.0.mixer", "backbone.layers.2.mixer"]
 
 
@@ -127,8 +101,6 @@ def test_mixers_before_the_first_and_after_the_last_layer_are_detected() -> None
 
 def test_a_mixer_without_a_residual_connection_is_detected() -> None:
     """The fixed outputs of registered layers are perturbed too; otherwise modules that read only them see constants."""
-    from unilinattn.models import S4D
-
     model = nn.Sequential(S4D(6, 4), nn.Linear(6, 6), nn.Sequential(OverTokens()), S4D(6, 4)).eval()
     assert recorded(model, torch.randn(2, 9, 6)) == ["2.0"]
     del model[2]
@@ -200,9 +172,7 @@ def test_faint_mixing_is_found_in_every_precision(dtype: torch.dtype) -> None:
     model = hybrid(FaintShift()).to(dtype)
     before = [parameter.dtype for parameter in model.parameters()]
     assert recorded(model) == ["backbone.layers.1.mixer"]
-    assert [layer.architecture for layer in ula.trace(hybrid(FaintShift()).to(dtype), IDS[:, :4]).layers][
-        1
-    ] == "recorded"
+    assert recorded(hybrid(FaintShift()).to(dtype), IDS[:, :4]) == ["backbone.layers.1.mixer"]
     assert [parameter.dtype for parameter in model.parameters()] == before
     with torch.autocast("cpu", torch.bfloat16):
         assert recorded(hybrid(FaintShift())) == ["backbone.layers.1.mixer"]
@@ -232,41 +202,25 @@ def test_layers_of_a_mixer_with_small_weights_do_not_depend_on_the_precision() -
     assert len(names) == 2
 
 
-@contextmanager
-def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
+def test_a_model_is_searched_once_until_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     searches: list[object] = []
     original = search.unregistered_mixers
-
-    def counting(model: nn.Module, *rest: object) -> object:
-        searches.append(model)
-        return original(model, *rest)
-
-    monkeypatch.setattr(recording, "unregistered_mixers", counting)
-    yield searches
-
-
-def test_a_model_is_searched_once_until_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "unregistered_mixers", lambda *given: searches.append(given) or original(*given))
     model = hybrid()
-    with counted(monkeypatch) as searches:
-        ula.trace(model, IDS)
-        ula.trace(model, IDS)
-        ula.trace(model, IDS[:, :5])
-        assert len(searches) == 1
-        ula.trace(model, IDS.repeat(1, 2))
-        assert len(searches) == 2
-        model.train()
-        ula.trace(model, IDS)
-        assert len(searches) == 3
-        with torch.no_grad():
-            model.backbone.norm_f.weight.mul_(2)
-        ula.trace(model, IDS)
-        assert len(searches) == 4
-        ula.trace(copy.deepcopy(model), IDS)
-        assert len(searches) == 5
-        model.backbone.layers[1].mixer = CumMean()
-        ula.trace(model, IDS)
-        ula.trace(model, IDS)
-        assert len(searches) == 6
+
+    def traced(model: nn.Module, inputs: Tensor = IDS) -> int:
+        ula.trace(model, inputs)
+        return len(searches)
+
+    assert [traced(model), traced(model), traced(model, IDS[:, :5])] == [1, 1, 1]
+    assert traced(model, IDS.repeat(1, 2)) == 2
+    assert traced(model.train()) == 3
+    with torch.no_grad():
+        model.backbone.norm_f.weight.mul_(2)
+    assert traced(model) == 4
+    assert traced(copy.deepcopy(model)) == 5
+    model.backbone.layers[1].mixer = CumMean()
+    assert [traced(model), traced(model)] == [6, 6]
 
 
 def test_a_search_does_not_change_the_random_state() -> None:

@@ -5,17 +5,17 @@ import torch
 from torch import nn
 
 import unilinattn as ula
-from tests.discovery.invented import INVENTED, hybrid
+from tests.discovery.invented import INVENTED, RECURRENT, hybrid
+from unilinattn.testing import left_as_found
 
 IDS = torch.randint(30, (2, 9))
 
 
-def lstm() -> nn.Module:
-    return hybrid(INVENTED["LSTM"][0]())
-
-
-def test_without_strict_it_is_an_opaque_layer_that_results_list() -> None:
-    trace = ula.trace(lstm(), IDS, strict=False)
+@pytest.mark.parametrize("name", RECURRENT)
+def test_without_strict_it_is_an_opaque_layer_that_results_list(name: str) -> None:
+    model = hybrid(INVENTED[name]())
+    with left_as_found(model):
+        trace = ula.trace(model, IDS, strict=False)
     assert [layer.kind for layer in trace.layers] == ["Mamba-1 (S6)", "opaque", "Mamba-1 (S6)"]
     opaque = trace.layers[1]
     assert opaque.opaque and opaque.name.startswith("backbone.layers.1.mixer")
@@ -31,7 +31,7 @@ def test_without_strict_it_is_an_opaque_layer_that_results_list() -> None:
 
 
 def test_a_model_with_only_opaque_layers_is_refused() -> None:
-    model = lstm()
+    model = hybrid(INVENTED["LSTM"]())
     model.backbone.layers = nn.ModuleList([model.backbone.layers[1]])
     trace = ula.trace(model, IDS, strict=False)
     with pytest.raises(ula.UnilinattnError, match="every layer of MambaForCausalLM is opaque"):

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 import unilinattn as ula
-from tests.discovery.invented import WIDTH, Projected, hybrid
+from tests.discovery.invented import WIDTH, Projected, Recurrent, hybrid
 from tests.methods.refused import recommended
 from tests.tracing.models import Output
 from unilinattn.errors import UncoveredError, UnknownArchitectureError
@@ -67,13 +67,6 @@ class SplitHeads(Projected):
         return self.merge((q @ q.transpose(-1, -2)).softmax(-1) @ q)
 
 
-class Mamba(nn.Module):
-    """A scan outside of torch."""
-
-    def forward(self, x: Tensor, **options: object) -> Tensor:
-        return torch.from_numpy(x.detach().numpy().cumsum(1))
-
-
 class PatchMixer(nn.Module):
     """A classifier of images that mixes patches by a linear map over their axis, as MLP-Mixer does."""
 
@@ -102,10 +95,16 @@ def refusal(model: nn.Module, inputs: Any = IDS) -> str:
 
 @pytest.mark.parametrize("build", [nn.LSTM, nn.GRU, nn.RNN])
 def test_a_nonlinear_recurrence_has_no_operator(build: Callable[..., nn.Module]) -> None:
-    message = refusal(Language(build(WIDTH, WIDTH, batch_first=True)))
-    assert message.startswith(f"mixer (torch.nn.modules.rnn.{build.__name__}): ")
-    assert "its state passes a nonlinearity at every step" in message
-    assert "xLSTM" not in message and "register_architecture" not in message
+    models = {
+        f"mixer (torch.nn.modules.rnn.{build.__name__}): ": Language(build(WIDTH, WIDTH, batch_first=True)),
+        f"backbone.layers.1.mixer ({Recurrent.__module__}.Recurrent): ": hybrid(Recurrent(build)),
+    }
+    for path, model in models.items():
+        message = refusal(model)
+        assert message.startswith(path)
+        assert "its state passes a nonlinearity at every step" in message
+        assert "xLSTM" not in message and "register" not in message
+        assert "strict=False, which leaves this layer out" in message
 
 
 @pytest.mark.parametrize("model", [lambda: Language(Cells()), lambda: hybrid(Cells())], ids=["by itself", "in a Mamba"])
@@ -130,13 +129,6 @@ def test_what_a_refusal_leaves_out_is_explained_by_the_methods_that_it_names() -
 def test_a_module_that_rearranges_axes_is_part_of_the_layer_around_it(model: Callable[[], nn.Module]) -> None:
     trace = ula.trace(model().eval(), IDS)
     assert [layer.name.split(".")[-1] for layer in trace.layers if layer.architecture == "recorded"] == ["mixer"]
-
-
-def test_a_scan_outside_of_torch_is_refused_for_its_reason() -> None:
-    """A scan that a function of NumPy computes is seen by no function of torch."""
-    message = refusal(hybrid(Mamba()))
-    assert "backbone.layers.1.mixer (tests.discovery.test_unknown.Mamba): " in message
-    assert "its output does not depend on its inputs by functions of torch" in message
 
 
 SMALL = dict(hidden_sizes=[8, 16], depths=[1, 1])
@@ -188,4 +180,5 @@ def test_a_model_without_layers_names_the_modules_that_probably_mix() -> None:
 
 def test_a_model_without_layers_and_mixing_names_no_module() -> None:
     message = refusal(nn.Sequential(nn.Embedding(31, 6), nn.Linear(6, 9)))
+    assert "Sequential ran no module that is a registered token mixer" in message
     assert "and no function by which tokens usually mix" in message and "strict=False" not in message

@@ -171,8 +171,14 @@ def test_dropout_inside_an_attention_function_is_refused() -> None:
         lambda module: torch.nn.init.normal_(module.D),
         lambda module: module.kernel.register_parameter("log_dt", nn.Parameter(module.kernel.log_dt + 1)),
         lambda module: module.load_state_dict({k: v + 0.1 for k, v in module.state_dict().items()}),
+        lambda module: module.D.data.add_(1),
+        lambda module: module.D.data.copy_(module.D.data.flip(0)),
+        lambda module: module.D.data.__setitem__(0, 7.0),
     ],
-    ids=["other data", "another dtype", "in place", "another parameter", "another state dict"],
+    ids=[
+        *("other data", "another dtype", "in place", "another parameter", "another state dict"),
+        *("in place through data", "a permutation through data", "one number through data"),
+    ],
 )
 @pytest.mark.parametrize("use", ["operator", "gradient"])
 def test_weights_that_changed_after_the_trace_are_refused(change: Callable[[nn.Module], object], use: str) -> None:

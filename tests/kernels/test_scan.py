@@ -112,13 +112,17 @@ def test_decays_within_a_chunk_mask_before_the_exponential() -> None:
     assert torch.isfinite(grad).all()
 
 
+def diagonal(length: int, channels: int) -> list[Tensor]:
+    """Query, key, log-decay, scale, rate and value in float64."""
+    query, key = torch.randn(2, 2, length, 1, 3)
+    decay, scale, rate = torch.rand(2, length, 4, 1), torch.rand(2, length, 4), -torch.rand(4, 3)
+    return [t.double() for t in (query, key, decay, scale, rate, torch.randn(2, length, 4, channels))]
+
+
 @pytest.mark.parametrize("length", [17, 70])
 @pytest.mark.parametrize("passed", ["diagonal_scan", "diagonal_scan_adjoint"])
 def test_recomputed_states_give_the_same_gradients(length: int, passed: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    query, key, value = (torch.randn(2, length, 1, 3, dtype=torch.float64) for _ in range(3))
-    decay, scale, rate = torch.rand(2, length, 4, 1), torch.rand(2, length, 4), -torch.rand(4, 3)
-    value = torch.randn(2, length, 4, 2, dtype=torch.float64)
-    inputs = [t.double().requires_grad_() for t in (query, key, decay, scale, rate, value)]
+    inputs = [t.requires_grad_() for t in diagonal(length, 2)]
     weights = torch.randn(2, length, 4, 2, dtype=torch.float64)
 
     def gradients() -> list[Tensor]:
@@ -154,10 +158,7 @@ def test_the_diagonal_scan_is_the_recurrence_for_any_differentiated_factor(
 ) -> None:
     # In-place writes must not overwrite tensors that the gradient of any factor needs.
     length = 35
-    query, key = (torch.randn(2, length, 1, 3, dtype=torch.float64) for _ in range(2))
-    decay, scale, rate = torch.rand(2, length, 4, 1), torch.rand(2, length, 4), -torch.rand(4, 3)
-    value = torch.randn(2, length, 4, channels, dtype=torch.float64)
-    inputs = [t.double() for t in (query, key, decay, scale, rate, value)]
+    inputs = diagonal(length, channels)
     if alone is not None:
         inputs[alone].requires_grad_()
     expected = token_by_token(*inputs, back)

@@ -6,12 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.kernels.maps import Factors, map_error
 from unilinattn.kernels.reduced_map import triton as form
-from unilinattn.kernels.reduced_map.naive import reduced_map
-from unilinattn.kernels.reduced_map.tiled import HeadMap
 from unilinattn.kernels.reduced_map.triton_kernels import far_tiles
-from unilinattn.memory import parts
-from unilinattn.testing import relative_error
 
 BATCH, HEADS, STATE = 2, 3, 3
 
@@ -27,7 +24,7 @@ def small(monkeypatch: pytest.MonkeyPatch, pinned: Callable[..., None]) -> None:
     pinned(far_tiles, ROWS=16, COLS=32, INNER=16)
 
 
-def factors(length: int) -> tuple[Tensor, Tensor, Tensor]:
+def factors(length: int) -> Factors:
     torch.manual_seed(length)
     query, key = (torch.randn(BATCH, length, HEADS, STATE) for _ in range(2))
     # Decays from 1 to 0, and resets between segments.
@@ -35,29 +32,9 @@ def factors(length: int) -> tuple[Tensor, Tensor, Tensor]:
     return query, key, decay.masked_fill(torch.rand(BATCH, length, 1, 1) < 0.02, -torch.inf)
 
 
-def compared(length: int, rows: int, weights: tuple, precision: str = "ieee", given: tuple | None = None) -> float:
-    query, key, decay = factors(length) if given is None else given
-
-    def of(tokens: slice, heads: slice) -> tuple[Tensor, Tensor, Tensor]:
-        one = query if query.shape[2] == 1 else query[:, tokens, heads]
-        return one[:, tokens] if query.shape[2] == 1 else one, key[:, tokens, heads], decay[:, tokens, heads]
-
-    left, taps = weights
-    blocks = list(
-        form.reduced_rows(
-            HeadMap(of, (BATCH, length, HEADS, STATE), left, taps), parts(length, rows), precision=precision
-        )
-    )
-    assert [part.start for part, _ in blocks] == list(range(0, length, rows))
-    one = torch.ones(BATCH, length, HEADS)
-    expected = reduced_map(
-        query.expand_as(decay),
-        key,
-        decay,
-        one if left is None else left.expand_as(one),
-        {lag: tap.expand_as(one) for lag, tap in (taps or {0: one}).items()},
-    )
-    return relative_error(torch.cat([block for _, block in blocks], dim=1), expected)
+def compared(length: int, rows: int, weights: tuple, precision: str = "ieee", given: Factors | None = None) -> float:
+    drawn = factors(length) if given is None else given
+    return map_error(form, drawn, *weights, rows, torch.float32, precision=precision)
 
 
 def weights(length: int) -> tuple[Tensor, dict[int, Tensor]]:

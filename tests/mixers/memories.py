@@ -1,4 +1,4 @@
-"""The memories that are computed chunk by chunk, with their definitions, extreme factors and typical mistakes."""
+"""Linear memories with their definitions, extreme factors and typical mistakes."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -8,18 +8,19 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, normalize
 
 from tests.mixers.laws import Case, Factors
-from unilinattn.kernels.scan import recurrences
-from unilinattn.mixers import CoreMixer, DiagonalDecay
+from unilinattn.kernels.scan import naive, recurrences
+from unilinattn.mixers import CoreMixer, DiagonalDecay, Reversed, ToeplitzLowRank
 from unilinattn.mixers.delta_rule import DeltaRule
 from unilinattn.mixers.exclusive_bonus import ExclusiveBonus
 from unilinattn.mixers.low_rank_update import LowRankUpdate
 from unilinattn.mixers.mlstm import MLSTM
 from unilinattn.mixers.normalized_exponential import NormalizedExponential
 from unilinattn.mixers.substep import Substep
+from unilinattn.mixers.toeplitz import DIRECT_TAPS
 
 BATCH, HEADS, STATE = 2, 3, 6
 GROUPS, COUNT, EPS = 2, 3, 1e-6
-"""Groups of four heads in the delta rule, sub-steps of a token, and the addition to mLSTM's normaliser."""
+"""Groups of heads, sub-steps of a token, and the addition to mLSTM's normaliser."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,12 @@ def normal(length: int, *shape: int) -> Tensor:
 
 def per_head(*shape: int) -> Tensor:
     return torch.randn(HEADS, *shape, dtype=torch.float64)
+
+
+def by_coordinate(length: int) -> Factors:
+    """Queries, keys, and a decay of each coordinate."""
+    query, key, decay = (normal(length, HEADS, STATE) for _ in range(3))
+    return {"query": query, "key": key, "log_decay": logsigmoid(3 * decay)}
 
 
 def with_axis(decay: Tensor) -> Tensor:
@@ -75,8 +82,7 @@ def low_rank_update(*decay: int) -> Memory:
     def draw(length: int) -> Factors:
         erased = normalize(normal(length, HEADS, STATE), dim=-1)
         return {
-            "query": normal(length, HEADS, STATE),
-            "key": normal(length, HEADS, STATE),
+            **by_coordinate(length),
             "log_decay": logsigmoid(3 * normal(length, HEADS, *decay)),
             "a": -erased + 0.1 * normal(length, HEADS, STATE) / STATE,
             "b": erased * normal(length, HEADS, STATE).sigmoid() + 0.1 * normal(length, HEADS, STATE) / STATE,
@@ -96,8 +102,7 @@ def low_rank_update(*decay: int) -> Memory:
 
 def exclusive_bonus() -> Memory:
     def draw(length: int) -> Factors:
-        query, key, decay = (normal(length, HEADS, STATE) for _ in range(3))
-        return {"query": query, "key": key, "log_decay": logsigmoid(3 * decay), "bonus": per_head(STATE)}
+        return {**by_coordinate(length), "bonus": per_head(STATE)}
 
     def inclusive(factors: Factors) -> DiagonalDecay:
         return DiagonalDecay(factors["query"], factors["key"], factors["log_decay"])
@@ -178,6 +183,42 @@ def substep(index: int) -> Memory:
     )
 
 
+def reversed_decay() -> Memory:
+    return Memory(
+        by_coordinate,
+        lambda f: Reversed(DiagonalDecay(**f)),
+        lambda f, value: naive.decay_scan(**f, value=value.flip(1)).flip(1),
+        {"log_decay": (-80.0, 0.0)},
+        {"the forward direction": lambda f: DiagonalDecay(**f)},
+    )
+
+
+def toeplitz_low_rank(taps: int) -> Memory:
+    """Four heads in two groups."""
+
+    def draw(length: int) -> Factors:
+        query, key = (normal(length, GROUPS, STATE) for _ in range(2))
+        return {"kernel": torch.randn(4, taps, dtype=torch.float64), "query": query, "key": key}
+
+    def define(factors: Factors, value: Tensor) -> Tensor:
+        """Weight each past outer product by its distance, token by token."""
+        kernel, query, key, value = (t.double() for t in (*factors.values(), value))
+        query, key = (t.repeat_interleave(4 // GROUPS, dim=2) for t in (query, key))
+        outputs = []
+        for i in range(value.shape[1]):
+            state = value.new_zeros(BATCH, 4, STATE, value.shape[-1])
+            for j in range(max(0, i + 1 - kernel.shape[1]), i + 1):
+                state = state + kernel[:, i - j, None, None] * key[:, j].unsqueeze(-1) * value[:, j].unsqueeze(-2)
+            outputs.append((query[:, i].unsqueeze(-1) * state).sum(-2))
+        return torch.stack(outputs, dim=1)
+
+    def swapped(factors: Factors) -> ToeplitzLowRank:
+        return ToeplitzLowRank(factors["kernel"], factors["key"], factors["query"])
+
+    extremes = {"kernel": (0.0, 1e12), "key": (0.0,), "query": (1e12,)}
+    return Memory(draw, lambda f: ToeplitzLowRank(**f), define, extremes, {"swapped queries and keys": swapped})
+
+
 MEMORIES = {
     "delta rule": delta_rule(None),
     "delta rule, decay by head": delta_rule(()),
@@ -188,6 +229,9 @@ MEMORIES = {
     "mLSTM": mlstm(),
     "normalised exponential": normalized_exponential(),
     **{f"sub-step {index}": substep(index) for index in range(COUNT)},
+    "reversed diagonal decay": reversed_decay(),
+    "Toeplitz x low rank": toeplitz_low_rank(DIRECT_TAPS),
+    "Toeplitz x low rank, by FFT": toeplitz_low_rank(200),
 }
 
 

@@ -9,10 +9,11 @@ from torch.nn import functional
 from transformers import Swin2SRConfig, Swin2SRModel
 
 from tests.recording.test_recorded import LIMIT, draw
-from unilinattn import explain, trace
+from unilinattn import Attribution, Trace, explain, trace
 from unilinattn.architectures.recorded import recorded
 from unilinattn.call import Call
 from unilinattn.call.axes import Axes, axes_of
+from unilinattn.host.inputs import bound_arguments
 from unilinattn.operator.operator import MixerOperator
 from unilinattn.testing import relative_error
 from unilinattn.testing.hosts import randomize
@@ -31,6 +32,20 @@ class Image(nn.Module):
         return self.function(self.first(x))
 
 
+def operator(module: nn.Module, image: Tensor) -> MixerOperator:
+    """Return the recorded operator of a module of images, after checks of its error and of its adjoint."""
+    with torch.no_grad():
+        output = module(image).flatten(2).mT
+    arguments = bound_arguments(module, (image,), {})
+    flow = recorded(Call(module, "module", arguments, image.flatten(2).mT, output, axes=Axes(1, 1)))
+    op = MixerOperator(flow.chains, inputs=flow.inputs, output=output)
+    assert op.reconstruction_error() < LIMIT
+    x, g = draw(*image.flatten(2).mT.shape, seed=1), draw(*output.shape, seed=2)
+    forward, backward = (op.apply(x, bias=False) * g).sum(), (x * op.adjoint(g)).sum()
+    assert float((forward - backward).abs()) < LIMIT * float(x.norm() * g.norm())
+    return op
+
+
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "a pool less the image": lambda x: functional.avg_pool2d(x, 3, 1, 1, count_include_pad=False) - x,
     "an average pool over the end": lambda x: functional.avg_pool2d(x, 3, 2, 1, ceil_mode=True),
@@ -45,27 +60,13 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_of_images_are_exact_stages(name: str) -> None:
-    module, x = randomize(Image(FUNCTIONS[name]).double()), draw(2, WIDTH, 4, 5)
-    with torch.no_grad():
-        output = module(x)
-    tokens, expected = x.flatten(2).mT, output.flatten(2).mT
-    flow = recorded(Call(module, "module", {"x": x}, tokens, expected, axes=Axes(1, 1)))
-    op = MixerOperator(flow.chains, inputs=flow.inputs, output=expected)
-    assert op.reconstruction_error() < LIMIT
-    other, g = draw(*tokens.shape, seed=1), draw(*expected.shape, seed=2)
-    forward, backward = (op.apply(other, bias=False) * g).sum(), (other * op.adjoint(g)).sum()
-    assert float((forward - backward).abs()) < LIMIT * float(other.norm() * g.norm())
+    operator(randomize(Image(FUNCTIONS[name]).double()), draw(2, WIDTH, 4, 5))
 
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_convolutions_of_volumes_are_exact_stages(groups: int) -> None:
     module = randomize(nn.Sequential(nn.Conv3d(WIDTH, 4, 2, 2, 1, groups=groups), nn.Conv3d(4, 3, 1)).double())
-    x = draw(2, WIDTH, 3, 4, 5)
-    with torch.no_grad():
-        output = module(x).flatten(2).mT
-    flow = recorded(Call(module, "module", {"input": x}, x.flatten(2).mT, output, axes=Axes(1, 1)))
-    op = MixerOperator(flow.chains, inputs=flow.inputs, output=output)
-    assert op.reconstruction_error() < LIMIT
+    operator(module, draw(2, WIDTH, 3, 4, 5))
 
 
 def test_a_convolution_whose_image_becomes_tokens_again_has_the_stream_of_the_tokens() -> None:
@@ -95,18 +96,11 @@ TRANSPOSED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 @pytest.mark.parametrize("name", TRANSPOSED)
 def test_transposed_convolutions_are_exact_stages(name: str) -> None:
     build, size = TRANSPOSED[name]
-    module, x = randomize(nn.Sequential(build()).double()), draw(2, WIDTH, *size)
+    module, other = randomize(nn.Sequential(build()).double()), draw(2, WIDTH, *size, seed=1)
+    op = operator(module, draw(2, WIDTH, *size))
     with torch.no_grad():
-        output = module(x).flatten(2).mT
-        linear = module[0](draw(2, WIDTH, *size, seed=1)) - module[0](torch.zeros_like(x))
-    flow = recorded(Call(module, "module", {"input": x}, x.flatten(2).mT, output, axes=Axes(1, 1)))
-    op = MixerOperator(flow.chains, inputs=flow.inputs, output=output)
-    assert op.reconstruction_error() < LIMIT
-    other = draw(2, WIDTH, *size, seed=1).flatten(2).mT
-    assert relative_error(op.apply(other, bias=False), linear.flatten(2).mT) < LIMIT
-    g = draw(*output.shape, seed=2)
-    forward, backward = (op.apply(other, bias=False) * g).sum(), (other * op.adjoint(g)).sum()
-    assert float((forward - backward).abs()) < LIMIT * float(other.norm() * g.norm())
+        linear = module(other) - module(torch.zeros_like(other))
+    assert relative_error(op.apply(other.flatten(2).mT, bias=False), linear.flatten(2).mT) < LIMIT
 
 
 def test_layers_tell_the_axis_of_channels() -> None:
@@ -162,17 +156,23 @@ class Pyramid(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
+def explained(traced: Trace, **options: int) -> Attribution:
+    """Return the scores of a method that adds up, after a check of every layer."""
+    assert all(layer.reconstruction_error() < LIMIT for layer in traced.layers)
+    result = explain(traced, target=-1, **options)
+    assert result.method == "logit" and result.completeness_gap is not None and result.completeness_gap < 1e-10
+    return result
+
+
 def test_a_pyramid_is_explained_by_the_tokens_of_its_first_stage() -> None:
     model = randomize(Pyramid().double().eval())
     traced = trace(model, draw(2, 3, 16, 20))
     names = ["stages.0.0.attention", "stages.1.0", "stages.1.1.attention"]
     assert [layer.name for layer in traced.layers] == names
     assert [tuple(layer.input.shape[:2]) for layer in traced.layers] == [(2, 20), (2, 20), (2, 6)]
-    assert all(layer.reconstruction_error() < LIMIT for layer in traced.layers)
-    result = explain(traced, target=-1)
-    assert result.method == "logit" and result.scores.shape == (2, 20)
+    result = explained(traced)
+    assert result.scores.shape == (2, 20)
     assert result.grid == (4, 5) and result.patches == tuple(range(20))
-    assert result.completeness_gap is not None and result.completeness_gap < 1e-10
 
 
 def test_a_pool_between_blocks_that_is_no_module_is_a_layer() -> None:
@@ -202,9 +202,7 @@ def test_a_norm_over_pixels_between_blocks_is_a_layer() -> None:
 
     traced = trace(randomize(Normed().double().eval()), draw(2, 3, 16, 20))
     assert [layer.name for layer in traced.layers][1:] == ["norm", "stages.1.0", "stages.1.1.attention"]
-    assert all(layer.reconstruction_error() < LIMIT for layer in traced.layers)
-    result = explain(traced, target=-1)
-    assert result.method == "logit" and result.completeness_gap is not None and result.completeness_gap < 1e-10
+    explained(traced)
 
 
 class Row(nn.Module):
@@ -243,10 +241,7 @@ class Words(nn.Module):
 def test_a_pool_of_torch_between_blocks_is_a_layer() -> None:
     traced = trace(randomize(Words(nn.AvgPool1d(2)).double().eval()), torch.arange(28).view(2, 14))
     assert [layer.name for layer in traced.layers] == ["layers.0.attention", "between", "layers.1.attention"]
-    assert all(layer.reconstruction_error() < LIMIT for layer in traced.layers)
-    result = explain(traced, target=-1, logit=1)
-    assert result.method == "logit" and result.scores.shape == (2, 14)
-    assert result.completeness_gap is not None and result.completeness_gap < 1e-10
+    assert explained(traced, logit=1).scores.shape == (2, 14)
 
 
 class Towers(Words):

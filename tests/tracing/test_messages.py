@@ -8,14 +8,7 @@ from torch import nn
 
 from tests.tracing.models import Block, Model, added, ids
 from unilinattn import trace
-from unilinattn.errors import (
-    FactorError,
-    InputError,
-    OptionError,
-    UncoveredError,
-    UnilinattnError,
-    UnknownArchitectureError,
-)
+from unilinattn.errors import FactorError, InputError, OptionError, UncoveredError, UnilinattnError
 from unilinattn.models import S4D
 from unilinattn.operator.deferred import Deferred
 from unilinattn.operator.operator import MixerOperator
@@ -49,11 +42,6 @@ def test_a_mixer_outside_of_torch_is_refused_with_its_path_and_the_reason() -> N
         "does not depend on its inputs by functions of torch",
         "strict=False, which leaves this layer out",
     )
-
-
-def test_a_model_without_a_token_mixer_is_refused() -> None:
-    model = nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 9))
-    refused(model, ids(), UnknownArchitectureError, "Sequential ran no module that is a registered token mixer")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bool, torch.complex64], ids=str)

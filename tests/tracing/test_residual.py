@@ -109,14 +109,9 @@ class Block(nn.Module):
 
     def __init__(self, model: Noting, at: int) -> None:
         super().__init__()
-        self.run = [model]
-        self.norm, self.mixer, self.mlp, self.mlp_norm, self.at = (
-            model.norms[at],
-            model.mixers[at],
-            model.mlps[at],
-            model.mlp_norms[at],
-            at,
-        )
+        self.run, self.at = [model], at
+        modules = (model.norms, model.mixers, model.mlps, model.mlp_norms)
+        self.norm, self.mixer, self.mlp, self.mlp_norm = (each[at] for each in modules)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.run[0].layer(x, self.at)
