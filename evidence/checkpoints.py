@@ -164,7 +164,7 @@ def ids_of(tokens: Sequence[str], vocabulary: Sequence[str]) -> list[int]:
 def _masked(kind: Any, path: Path, **options: Any) -> nn.Module:
     """Return a model of the class `kind` with the weights of a checkpoint, in evaluation mode."""
     config = kind.config_class.from_pretrained(path, **options)
-    model: nn.Module = kind(config)
+    model: Any = kind(config)
     weights = torch.load(path / "pytorch_model.bin", map_location="cpu", weights_only=True)
     missing, _ = model.load_state_dict(weights, strict=False)
     # Buffers that newer classes add and heads tied to the embeddings are not in these files.
@@ -172,7 +172,8 @@ def _masked(kind: Any, path: Path, **options: Any) -> nn.Module:
     if lacking:
         raise MissingExtraError(f"{path} lacks the weights {', '.join(lacking)}; delete {folder()} and try again.")
     model.tie_weights()
-    return model.eval()
+    evaluated: nn.Module = model.eval()
+    return evaluated
 
 
 def _vocabulary(path: Path) -> list[str]:

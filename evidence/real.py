@@ -83,8 +83,9 @@ def _explained(trace: Any, method: str, examples: Sequence[Input]) -> tuple[Floa
     """Return the scores of the target of each input, averaged over layers that the method keeps, and the sinks."""
     options: dict[str, Any] = {}
     entry = ula.list_methods()[method]
-    if entry.options is not None and "logit" in entry.options.model_fields:
-        options["logit"] = [example.target for example in examples] if len(examples) > 1 else examples[0].target
+    # By default methods explain the prediction, of each input of a batch; another logit is that of the only input.
+    if not examples[0].predicted and entry.options is not None and "logit" in entry.options.model_fields:
+        options["logit"] = examples[0].target
     position = examples[0].position
     result = ula.explain(trace, method=method, target=0 if position is None else position, progress=False, **options)
     scores = result.scores
@@ -95,9 +96,11 @@ def _explained(trace: Any, method: str, examples: Sequence[Input]) -> tuple[Floa
 
 
 def _batches(examples: Sequence[Input]) -> list[list[int]]:
-    groups: dict[tuple[int, int | None], list[int]] = {}
+    """Return the indices of the inputs that are explained together: predictions at one position of one length."""
+    groups: dict[tuple[int | None, ...], list[int]] = {}
     for index, example in enumerate(examples):
-        groups.setdefault((len(example.ids), example.position), []).append(index)
+        alone = None if example.predicted else index
+        groups.setdefault((len(example.ids), example.position, alone), []).append(index)
     return [group[start : start + BATCH] for group in groups.values() for start in range(0, len(group), BATCH)]
 
 
@@ -124,7 +127,7 @@ def scored(model: nn.Module, examples: Sequence[Input]) -> list[tuple[dict[str, 
 def measured(name: str, entry: Mapping[str, Any]) -> list[Row]:
     """Return a row for each method and input of a checkpoint: hit@1 and rank correlation, with and without sinks."""
     model, _ = CHECKPOINTS[name].load()
-    examples = [Input(tuple(row["ids"]), row["position"], row["target"]) for row in entry["inputs"]]
+    examples = [Input(tuple(row["ids"]), row["position"], row["target"], row["predicted"]) for row in entry["inputs"]]
     return rows_of(name, scored(model, examples), [row["effects"] for row in entry["inputs"]])
 
 

@@ -34,11 +34,13 @@ class Input:
         ids: the ids of its tokens.
         position: the position whose prediction is explained; None for the class of a classifier.
         target: the explained id: the model's prediction, or the token under the mask.
+        predicted: whether the target is the model's prediction.
     """
 
     ids: tuple[int, ...]
     position: int | None
     target: int
+    predicted: bool
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ def texts(kind: str) -> list[str]:
 @torch.no_grad()
 def _predicted(model: nn.Module, ids: Sequence[int], position: int | None) -> Input:
     logits = model(torch.tensor([ids])).logits[0]
-    return Input(tuple(ids), position, int((logits if position is None else logits[position]).argmax()))
+    return Input(tuple(ids), position, int((logits if position is None else logits[position]).argmax()), True)
 
 
 def _prompts(model: nn.Module, tokenizer: Any, *, first: bool) -> list[Input]:
@@ -135,7 +137,7 @@ def _prompts(model: nn.Module, tokenizer: Any, *, first: bool) -> list[Input]:
 
 
 def _masked(ids: Sequence[int], position: int, mask: int) -> Input:
-    return Input((*ids[:position], mask, *ids[position + 1 :]), position, ids[position])
+    return Input((*ids[:position], mask, *ids[position + 1 :]), position, ids[position], False)
 
 
 def _reactions(model: nn.Module, vocabulary: list[str]) -> list[Input]:

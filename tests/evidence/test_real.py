@@ -80,7 +80,7 @@ def test_tokens_of_a_reaction_join_to_its_text() -> None:
 def test_methods_of_many_passes_are_no_candidates() -> None:
     model = load("induction", "mamba2")
     ids = TASKS["induction"].sample(1, 0).input_ids[0, :12].tolist()
-    methods = real.candidates(model, Input(tuple(ids), 11, 3))
+    methods = real.candidates(model, Input(tuple(ids), 11, 3, predicted=False))
     assert {"logit", "lrp", "rollout"} <= methods.keys()
     assert not {"kernel_shap", "occlusion", "knockout"} & methods.keys()
 
