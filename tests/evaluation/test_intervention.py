@@ -7,7 +7,7 @@ import torch
 
 from unilinattn import examples
 from unilinattn.errors import InputError, OptionError
-from unilinattn.evaluation.intervention import AT_ONCE, replacement_effects
+from unilinattn.evaluation.intervention import AT_ONCE, replacement_effects, target_effects
 from unilinattn.evaluation.metrics import earlier_keys, row_scores
 from unilinattn.examples.tasks import HELD_OUT_SEED, NO_ANSWER, Copying
 
@@ -114,3 +114,16 @@ def test_invalid_inputs_are_refused() -> None:
         with pytest.raises(OptionError, match=f"draws={draws}"):
             replacement_effects(model, ids, ids, vocabulary=5, draws=draws)
     assert model.inputs == []
+
+
+def test_effects_on_one_target_include_the_last_token() -> None:
+    ids = torch.tensor([0, 1, 2, 3])
+    # The log-probability is the weighted number of tokens that were left.
+    weight = torch.tensor([1.0, 0.0, 2.0, 4.0], dtype=torch.float64)
+    effects = target_effects(lambda batch: (batch == ids).double() @ weight, ids, replacements=torch.arange(9), draws=8)
+    torch.testing.assert_close(effects, weight, atol=1e-12, rtol=0)
+
+
+def test_more_draws_than_replacements_are_refused() -> None:
+    with pytest.raises(OptionError, match="draws=4"):
+        target_effects(lambda batch: batch[:, 0].double(), torch.arange(3), replacements=torch.arange(4), draws=4)

@@ -1,6 +1,7 @@
 """Metrics of results, against known answers and by changing the input, and tables of them over data sets."""
 
-from unilinattn.evaluation.intervention import replacement_effects
+from unilinattn.evaluation.intervals import MeanInterval, mean_interval
+from unilinattn.evaluation.intervention import replacement_effects, target_effects
 from unilinattn.evaluation.measures import METRICS, Case
 from unilinattn.evaluation.metrics import (
     CompletenessGap,
@@ -24,6 +25,7 @@ __all__ = [
     "METRICS",
     "Case",
     "CompletenessGap",
+    "MeanInterval",
     "PerturbationCurve",
     "PerturbationTest",
     "RankCorrelation",
@@ -35,11 +37,13 @@ __all__ = [
     "completeness_gap",
     "earlier_keys",
     "gold_links",
+    "mean_interval",
     "rank_correlation",
     "read_samples",
     "read_texts",
     "replacement_effects",
     "row_scores",
     "segmentation_scores",
+    "target_effects",
     "task_samples",
 ]

@@ -1,5 +1,7 @@
 """Ground truth by intervention: the drop in the log-probability of the answer when one token is replaced."""
 
+from collections.abc import Callable
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -44,6 +46,35 @@ def replacement_effects(
     effects = _log_probability(model, input_ids, answers)[:, :, None] - after.transpose(1, 2)
     measured = (answers != NO_ANSWER)[:, :, None] & (key < key[:, None])
     return torch.where(measured, effects, 0.0)
+
+
+@torch.no_grad()
+def target_effects(
+    log_probability: Callable[[Int[Tensor, "batch length"]], Float[Tensor, " batch"]],
+    input_ids: Int[Tensor, " length"],
+    *,
+    replacements: Int[Tensor, " replacement"],
+    draws: int = 12,
+    seed: int = 0,
+) -> Float[Tensor, " key"]:
+    """Return the drop in the log-probability of one target when each token is replaced, the last token included.
+
+    effect[j] = log p(target) - mean over `draws` of log p'(target), in nats, where token j of p' is one of
+    `replacements`, drawn with `seed` without the token and without repetition. `log_probability` returns that of the
+    target for each sequence; it runs on `length * draws` sequences, `AT_ONCE` in a call.
+
+    Raises `OptionError` unless 1 <= `draws` < the number of replacements.
+    """
+    count, length = len(replacements), len(input_ids)
+    if not 1 <= draws < count:
+        raise OptionError(f"draws={draws}; a token has 1 to {count - 1} of the {count} replacements.")
+    generator = torch.Generator().manual_seed(seed)
+    replaced = input_ids.repeat(length, draws, 1)
+    for key, token in enumerate(input_ids):
+        others = replacements[replacements != token]
+        replaced[key, :, key] = others[torch.randperm(len(others), generator=generator)[:draws]]
+    after = torch.cat([log_probability(ids).double() for ids in replaced.flatten(0, 1).split(AT_ONCE)])
+    return log_probability(input_ids[None]).double() - after.view(length, draws).mean(1)
 
 
 def _log_probability(
