@@ -235,6 +235,17 @@ def _rewritten_in_place(x: Tensor) -> Tensor:
     return product * active
 
 
+def _softmax(x: Tensor) -> Tensor:
+    return torch.softmax(x, -1) * x.flip(-1)
+
+
+def _softmax_in_place(x: Tensor) -> Tensor:
+    weights = x - x.detach().amax(-1, keepdim=True)
+    weights.exp_()
+    weights /= weights.sum(-1, keepdim=True)
+    return weights * x.flip(-1)
+
+
 def _tanh(x: Tensor) -> Tensor:
     return (3 * torch.tanh(x / 3)) * x.flip(-1)
 
@@ -268,3 +279,19 @@ def test_a_gate_with_the_derivative_of_its_activation_is_detected(monkeypatch: p
         relevances = LiveRun(_trace(model)).relevances(-1, 3)
     assert worst(relevances.content, _by_hand("mamba2")["content"]) <= 1e-10
     assert worst(relevances.control, _relevances("mamba2").control) > 1e-2
+
+
+def test_a_softmax_in_place_has_the_relevances_of_softmax() -> None:
+    models = [_with_mlp(function) for function in (_softmax, _softmax_in_place)]
+    with promoted():
+        expected, actual = (LiveRun(_trace(model)).relevances(-1, 3) for model in models)
+    _require_same(actual, expected)
+
+
+def test_a_gate_after_an_mlp_with_an_activation_is_a_factor() -> None:
+    model = MODELS["llama"]()
+    model.model.layers[0].mlp = TokenWise(lambda x: functional.linear(functional.gelu(x), torch.eye(8).to(x)))
+    with promoted():
+        trace = _trace(model)
+        content, shares = LiveRun(trace).relevances(-1, 3).content, frozen(trace).shares(-1, 3).tokens
+    assert worst(content, shares) <= 1e-10

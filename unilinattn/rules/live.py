@@ -46,6 +46,9 @@ ELEMENTWISE = (
 )
 """Functions whose output is a function of one value at each entry, if the other arguments are constants."""
 
+_SAVING = kinds.SLOPES | kinds.HOMOGENEOUS | kinds.FACTORS
+"""Functions of one value whose derivative may need the argument or the result."""
+
 
 @dataclass
 class Paths:
@@ -103,9 +106,9 @@ class Live(TorchFunctionMode):
             return self._mark(func, args, func(*args, **kwargs))
         rank = self._rank_of(name, args, kwargs)
         rule = _RULES.get(name)
-        if in_place and (rule is not None or name in kinds.SLOPES):
+        if in_place and (rule is not None or name in _SAVING):
             function = getattr(torch.Tensor, name, None) or getattr(functional, name)
-            # The rule may keep its argument, which is written over here.
+            # The graph may keep argument and result, and this or a later function writes over them.
             before = args[0].clone()
             self._ranks[before] = self.rank(args[0])
             computed = self._apply(name, function, (before, *args[1:]), kwargs)
@@ -153,6 +156,9 @@ class Live(TorchFunctionMode):
             return 2
         # What is added to a value, or written into one, is a value.
         values = [rank for rank in ranks if rank < DECIDED]
+        if values and (name in kinds.PRODUCTS or name in kinds.AFFINE):
+            # A linear map of activations is a value again, as in a frozen run.
+            return 0
         return max(values) if values else DECIDED
 
     def _follow(self, args: Any, kwargs: Any, result: Tensor) -> None:
