@@ -19,7 +19,7 @@ from unilinattn.errors import UncoveredError
 from unilinattn.frozen.live import LiveRun, Relevances
 from unilinattn.frozen.run import frozen
 from unilinattn.rules.live import Live
-from unilinattn.testing import Host, promoted
+from unilinattn.testing import Host, promoted, tolerance
 
 
 @cache
@@ -295,3 +295,20 @@ def test_a_gate_after_an_mlp_with_an_activation_is_a_factor() -> None:
         trace = _trace(model)
         content, shares = LiveRun(trace).relevances(-1, 3).content, frozen(trace).shares(-1, 3).tokens
     assert worst(content, shares) <= 1e-10
+
+
+@pytest.mark.parametrize("name", ["llama", "mamba2"])
+def test_vectors_of_tokens_may_be_arguments(name: str) -> None:
+    model = MODELS[name]()
+    vectors = model.get_input_embeddings()(token_ids()).detach()
+    with promoted():
+        relevances = LiveRun(_trace(model, {"inputs_embeds": vectors})).relevances(-1, 3)
+    _require_same(relevances, _relevances(name))
+
+
+@pytest.mark.parametrize("name", ["llama", "mamba2"])
+def test_relevances_in_float16_are_finite(name: str) -> None:
+    # The logits of Mamba-2 are float32 in any case, with gradients in float16 before them.
+    relevances = LiveRun(_trace(MODELS[name]().half())).relevances(-1, 3)
+    assert bool(relevances.tokens.isfinite().all()) and bool(relevances.tokens.any())
+    assert worst(relevances.tokens, _relevances(name).tokens) <= tolerance("reconstruction", torch.float16)
