@@ -105,7 +105,7 @@ class LiveRun:
         groups = self._pass.leaves
         leaves = [leaf for group in groups for leaf in group]
         # Sixteen bits of float16 have no room for the scale.
-        scale = 1.0 if any(slope.dtype == torch.float16 for slope in scalar.slopes) else SCALE
+        scale = 1.0 if any(t.dtype == torch.float16 for t in (*scalar.slopes, *leaves)) else SCALE
         scaled = scalar._replace(slopes=[slope * scale for slope in scalar.slopes])
         entries = self._pass.entries
         grads = iter(scaled.gradients([*leaves, *(entry.value for entry in entries.values())]))
@@ -145,8 +145,10 @@ class LivePass(TokenPass):
             yield
 
     def _compute(self) -> Any:
+        # Leaves among the arguments are made before the rules apply, which let no host switch gradients on.
+        arguments = self.arguments()
         with Live(self.where, self.paths, self.marker()):
-            output = call_host(self.model, self.arguments())
+            output = call_host(self.model, arguments)
         require_visible(output, type(self.model).__name__)
         return mapped(output, lambda t: t if t.requires_grad else t.detach())
 

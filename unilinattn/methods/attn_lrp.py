@@ -3,7 +3,7 @@
 import torch
 
 from unilinattn.frozen.live import LiveRun
-from unilinattn.methods.logit import shares_estimate, with_grid, write_rows
+from unilinattn.methods.logit import relevance_estimate, with_grid, write_rows
 from unilinattn.options import AttnLrp
 from unilinattn.progress import progress
 from unilinattn.registry import register_method
@@ -17,7 +17,7 @@ from unilinattn.tracing.trace import Target, Trace
 
 def cost(trace: Trace, options: AttnLrp, *, target: Target | None = None) -> Estimate:
     """Return the cost of `attn_lrp`: a run of the model whose graph is kept, and three backward passes a target."""
-    return shares_estimate(trace, options, target, rule="live")
+    return relevance_estimate(trace, options, target, rule="live", maps=2, numbers=1)
 
 
 @register_method(AttnLrp, cost=cost)
