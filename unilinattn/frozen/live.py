@@ -17,7 +17,7 @@ from unilinattn.call.parameters import constant_parameters
 from unilinattn.errors import UncoveredError
 from unilinattn.frozen.layers import with_shared_values
 from unilinattn.frozen.shares import Linearized, by_token, linearized
-from unilinattn.frozen.token_pass import PassSpec, TokenPass
+from unilinattn.frozen.token_pass import PassSpec, TokenPass, shared_run
 from unilinattn.host.forwards import Forward, replaced_forwards
 from unilinattn.host.inputs import bound_arguments, call_host
 from unilinattn.host.isolation import runs_in_gradient_mode
@@ -118,6 +118,11 @@ class LiveRun:
             back = torch.autograd.grad(entry.value, group, slope, retain_graph=True, allow_unused=True)
             totals[number] = totals[number] + by_token(entry.value, slope) - _inner(group, back)
         return torch.cat(totals, 1) / scale
+
+
+def live(trace: Trace, targets: Sequence[Target] | None = None) -> LiveRun:
+    """Run a traced model once more by the rules of relevance, see `LiveRun`."""
+    return shared_run(trace, targets, "live", lambda positions: LiveRun(trace, positions))
 
 
 class LivePass(TokenPass):

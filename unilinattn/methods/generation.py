@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from unilinattn.errors import OptionError
-from unilinattn.frozen.run import one_frozen_run
+from unilinattn.frozen.token_pass import one_run
 from unilinattn.host.generation import generated, prompt_ids
 from unilinattn.host.text import is_text, words_of
 from unilinattn.host.wrappers import unwrapped
@@ -90,7 +90,7 @@ def explain_generation(
         targets = text.ids[0, text.first :].tolist()
         names_a_logit = entry.options is not None and "logit" in entry.options.model_fields
         rows = []
-        with one_frozen_run(traced, positions):
+        with one_run(traced, positions):
             for position, token in zip(steps(positions, "generated tokens"), targets, strict=True):
                 keywords = {**options, **({"logit": token} if names_a_logit else {})}
                 with advised(traced, position, entry, keywords):
