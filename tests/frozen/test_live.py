@@ -18,7 +18,7 @@ from tests.tracing.models import TokenWise
 from unilinattn.errors import UncoveredError
 from unilinattn.frozen.live import LiveRun, Relevances
 from unilinattn.frozen.run import frozen
-from unilinattn.rules.live import Live
+from unilinattn.rules import live
 from unilinattn.testing import Host, promoted, tolerance
 
 
@@ -273,7 +273,7 @@ def test_functions_in_place_have_the_rules_of_plain_ones(
 
 
 def test_a_gate_with_the_derivative_of_its_activation_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Live, "_slope", lambda mode, name, func, x, *args, **kwargs: func(x, *args, **kwargs))
+    monkeypatch.setattr(live, "_slope", lambda name, func, x, *args, **kwargs: func(x, *args, **kwargs))
     model = MODELS["mamba2"]()
     with promoted():
         relevances = LiveRun(_trace(model)).relevances(-1, 3)

@@ -118,7 +118,8 @@ def test_images_have_the_dtype_of_the_model() -> None:
     assert half.output.logits.dtype == torch.bfloat16
     traced = ula.trace(model, picture(), processor=processor())
     assert torch.equal(
-        ula.compare({"vit": traced}, methods=["logit"])["vit"]["logit"].scores, ula.explain(traced).scores
+        ula.compare({"vit": traced}, methods=["logit"])["vit"]["logit"].scores,
+        ula.explain(traced, method="logit").scores,
     )
 
 
