@@ -13,6 +13,7 @@ from tests.fla.recurrences import gla
 from tests.fla.rwkv_recurrences import before, rwkv7, rwkv7_channel
 from unilinattn.call.nested import tensors
 from unilinattn.errors import ExactnessError, UncoveredError
+from unilinattn.frozen.live import LiveRun
 from unilinattn.frozen.run import frozen
 from unilinattn.registry import architecture_of, overridden, plain_form_of
 from unilinattn.testing import Host, relative_error, tolerance
@@ -171,3 +172,10 @@ def test_plain_forms_equal_their_modules(dtype: torch.dtype) -> None:
 def test_logit_is_the_default_of_explain() -> None:
     result = ula.explain(_trace(_model("gla")), target=-1)
     assert result.method == "logit" and result.completeness_gap < tolerance("reconstruction", torch.float32)
+
+
+@pytest.mark.parametrize("name", ["gla", "deltanet", "gated deltanet"])
+def test_content_of_a_live_run_equals_the_shares(name: str) -> None:
+    trace = _trace(_model(name))
+    content, shares = LiveRun(trace).relevances(-1, 3).content, frozen(trace).shares(-1, 3)
+    assert relative_error(content, shares.tokens) <= tolerance("reconstruction", torch.float32)

@@ -144,7 +144,7 @@ def test_a_function_without_a_forward_mode_derivative_is_an_error_that_names_its
     model = llama_model()
     model.model.layers[1].post_attention_layernorm = Norm()
     with pytest.raises(UncoveredError, match=r"layers\.1\.post_attention_layernorm \(Norm\) computes in a function"):
-        ula.explain(model, token_ids(), target=-1)
+        ula.explain(model, token_ids(), method="logit", target=-1)
     assert not torch.overrides._get_current_function_mode_stack()
 
 

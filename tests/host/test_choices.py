@@ -41,12 +41,12 @@ def test_each_choice_is_a_sequence_with_its_logit() -> None:
     assert [tuple(layer.output.shape) for layer in trace.layers] == [(6, 7, 16), (6, 7, 16)]
     assert max(layer.reconstruction_error() for layer in trace.layers) < 1e-12
     torch.testing.assert_close(trace.output.logits, expected.reshape(6, 1), rtol=1e-12, atol=1e-12)
-    result = ula.explain(trace, target=-1)
+    result = ula.explain(trace, method="logit", target=-1)
     assert result.scores.shape == (6, 7)
     assert result.completeness_gap < 1e-12
     assert not result.scores[1, 5:].any()
     # A choice by itself has the same shares.
-    alone = ula.explain(model, {name: x[1:, 2:] for name, x in inputs.items()}, target=-1)
+    alone = ula.explain(model, {name: x[1:, 2:] for name, x in inputs.items()}, method="logit", target=-1)
     torch.testing.assert_close(result.scores[5:], alone.scores, rtol=1e-10, atol=1e-12)
 
 

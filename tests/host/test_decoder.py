@@ -42,9 +42,9 @@ def test_a_classifier_of_encoder_and_decoder_takes_the_ids_of_one(build: object)
     ids = torch.randint(5, 40, (2, 7), generator=torch.Generator().manual_seed(0))
     ids[:, -1] = IDS["eos_token_id"]
     with left_as_found(model):
-        result = ula.explain(model, ids, target=-1)
+        result = ula.explain(model, ids, method="logit", target=-1)
     assert result.streams["key"] == {"encoder": 7, "decoder": 7}
     assert result.completeness_gap < 1e-12
     shifted = torch.cat([torch.full((2, 1), IDS["decoder_start_token_id"]), ids[:, :-1]], 1)
-    named = ula.explain(model, {"input_ids": ids, "decoder_input_ids": shifted}, target=-1)
+    named = ula.explain(model, {"input_ids": ids, "decoder_input_ids": shifted}, method="logit", target=-1)
     torch.testing.assert_close(result.scores, named.scores, rtol=0, atol=0)

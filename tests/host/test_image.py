@@ -117,9 +117,8 @@ def test_images_have_the_dtype_of_the_model() -> None:
     half = ula.trace(vit().bfloat16(), picture(), processor=processor())
     assert half.output.logits.dtype == torch.bfloat16
     traced = ula.trace(model, picture(), processor=processor())
-    assert torch.equal(
-        ula.compare({"vit": traced}, methods=["logit"])["vit"]["logit"].scores, ula.explain(traced).scores
-    )
+    compared = ula.compare({"vit": traced}, methods=["logit"])["vit"]["logit"]
+    assert torch.equal(compared.scores, ula.explain(traced, method="logit").scores)
 
 
 def test_labels_of_images_are_kept_in_files_and_pictures(tmp_path: Path) -> None:

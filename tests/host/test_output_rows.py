@@ -52,7 +52,7 @@ def test_a_dictionary_with_logits_is_an_output_with_logits() -> None:
     torch.manual_seed(0)
     model = Plain(lambda logits: {"logits": logits})
     inputs = torch.randint(9, (2, 5))
-    result = ula.explain(model, inputs, target=-1, progress=False)
+    result = ula.explain(model, inputs, method="logit", target=-1, progress=False)
     logit = model(inputs)["logits"][:, -1].amax(-1).double()
     close(result.scores.double().sum(1) + result.extras["bias"], logit.detach())
     assert ula.explain(model, inputs, method="occlusion", target=-1, progress=False).scores.shape == (2, 5)
@@ -63,7 +63,7 @@ def test_one_number_for_each_sequence_is_one_logit(wrap: Callable[[Tensor], Any]
     torch.manual_seed(0)
     model = Plain(lambda logits: wrap(logits[:, -1, 4]))
     inputs = torch.randint(9, (2, 5))
-    result = ula.explain(model, inputs, progress=False)
+    result = ula.explain(model, inputs, method="logit", progress=False)
     assert result.method == "logit"
     with torch.no_grad():
         expected = Model.forward(model, inputs).logits[:, -1, 4].double()
@@ -143,7 +143,7 @@ def test_a_model_that_changes_the_batch_is_refused(method: str, logit: Any) -> N
 def test_a_function_without_one_number_for_each_sequence_is_refused(logit: Any) -> None:
     trace = ula.trace(model_of("LlamaForCausalLM", "LlamaConfig", **SMALL, vocab_size=20), ids(), progress=False)
     with pytest.raises(InputError, match=r"the function `logit` returned .* for 2 sequences"):
-        ula.explain(trace, logit=logit, progress=False)
+        ula.explain(trace, method="logit", logit=logit, progress=False)
 
 
 @pytest.mark.parametrize("method", ["logit", "attribution"])
@@ -156,7 +156,7 @@ def test_a_function_that_does_not_depend_on_the_model_is_refused(method: str) ->
 def test_a_classifier_that_accepts_logits_to_keep_computes_all_of_them() -> None:
     model = model_of("BioGptForSequenceClassification", "BioGptConfig", **SMALL, vocab_size=20, num_labels=3)
     trace = ula.trace(model, ids(), progress=False)
-    result = ula.explain(trace, target=-1, progress=False)
+    result = ula.explain(trace, method="logit", target=-1, progress=False)
     close(result.scores.double().sum(1) + result.extras["bias"], trace.output.logits.amax(-1).double())
     assert ula.explain(trace, method="occlusion", target=-1, progress=False).scores.shape == (2, 5)
 
@@ -208,7 +208,7 @@ def test_layers_of_several_batches_have_shares_but_no_composition() -> None:
     sizes = {**SMALL, "image_size": 8, "tubelet_size": [1, 4, 4], "num_frames": 2, "num_spatial_layers": 1}
     model = model_of("VideoPrismVisionModel", "VideoPrismVisionConfig", **sizes, num_temporal_layers=1)
     trace = ula.trace(model, {"pixel_values_videos": torch.randn(2, 2, 3, 8, 8)}, progress=False)
-    result = ula.explain(trace, logit=lambda out: out.last_hidden_state[..., 0].sum(1), progress=False)
+    result = ula.explain(trace, method="logit", logit=lambda out: out.last_hidden_state[..., 0].sum(1), progress=False)
     assert result.method == "logit" and result.scores.shape == (2, 8)
     assert result.completeness_gap is not None and result.completeness_gap < 1e-4
     with pytest.raises(
@@ -222,7 +222,7 @@ def test_a_scalar_that_is_zero_for_every_input_is_refused() -> None:
     model = model_of("ViTModel", "ViTConfig", **VISION)
     trace = ula.trace(model, {"pixel_values": torch.randn(2, 3, 8, 8)}, progress=False)
     with pytest.raises(ExactnessError, match=r"the scalar is zero up to rounding: terms of .* add up to"):
-        ula.explain(trace, logit=lambda out: out.last_hidden_state.sum((1, 2)), progress=False)
+        ula.explain(trace, method="logit", logit=lambda out: out.last_hidden_state.sum((1, 2)), progress=False)
 
 
 @contextmanager

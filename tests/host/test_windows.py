@@ -36,10 +36,12 @@ def test_attention_to_frames_is_the_same_layer_in_every_batch(batch: int, frames
     over_time, over_space = (9 * batch, frames, 16), (batch * frames, 10, 16)
     assert [tuple(layer.output.shape) for layer in trace.layers] == [over_time, over_space] * 2
     assert max(layer.reconstruction_error() for layer in trace.layers) < 1e-12
-    result = ula.explain(trace, target=-1)
+    result = ula.explain(trace, method="logit", target=-1)
     assert result.scores.shape == (batch, 9 * frames + 1)
     assert result.completeness_gap < 1e-12
-    alone = torch.cat([ula.explain(model, {"pixel_values": video[None]}, target=-1).scores for video in pixels])
+    alone = torch.cat(
+        [ula.explain(model, {"pixel_values": video[None]}, method="logit", target=-1).scores for video in pixels]
+    )
     torch.testing.assert_close(result.scores, alone, rtol=1e-9, atol=1e-11)
 
 
@@ -67,7 +69,7 @@ def test_tokens_before_sequences_are_no_windows(batch: int, length: int) -> None
     model = TokensFirst().double().eval()
     trace = ula.trace(model, ids(batch, length))
     assert [tuple(layer.output.shape) for layer in trace.layers] == [(batch, length, 8)] * 2
-    result, alone = ula.explain(trace), ula.explain(model, ids(batch, length)[1:2])
+    result, alone = ula.explain(trace, method="logit"), ula.explain(model, ids(batch, length)[1:2], method="logit")
     torch.testing.assert_close(result.scores[1:2], alone.scores, rtol=1e-10, atol=1e-12)
 
 

@@ -20,7 +20,7 @@ from unilinattn.tracing.trace import Trace
 LENGTH = 192
 SHORT = {"gpt2": 40, "s4d": 40}
 """Length for `PASSES` without a target, which take a pass for each token: 16, except for hosts with few channels."""
-PASSES = ("attention_grad", "attribution", "logit", "lrp", "transformer_attribution")
+PASSES = ("attention_grad", "attn_lrp", "attribution", "logit", "lrp", "transformer_attribution")
 """Methods that compute gradients for each row."""
 MATRICES = ("attention_grad", "transformer_attribution")
 """Methods that weight the matrices of all heads."""
@@ -60,7 +60,7 @@ COUNTED = [
     for name in NAMES
     for method in METHODS
     for target in (None, -1)
-    if (name, method) not in (("s4d", "attribution"), ("s4d", "lrp"))
+    if name != "s4d" or method not in ("attribution", "attn_lrp", "lrp")
 ]
 
 

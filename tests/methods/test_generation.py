@@ -22,6 +22,7 @@ from transformers import (
 import unilinattn as ula
 from tests.texts import LONDON, PARIS, VOCABULARY, mamba, tokenizer
 from unilinattn.errors import InputError, ModelStateError, OptionError, UncoveredError, UnilinattnError
+from unilinattn.frozen.live import LiveRun
 from unilinattn.frozen.run import FrozenRun
 from unilinattn.testing import promoted
 from unilinattn.testing.hosts import basic, delta, latent, recurrent
@@ -55,7 +56,7 @@ def test_the_shares_of_a_row_add_up_to_the_logit_of_its_token(host: str) -> None
     model = copy.deepcopy({"mamba": mamba, "gpt2": gpt2, "llama": llama}[host]()).double()
     prompt = tokenizer()(PROMPT, return_tensors="pt")["input_ids"]
     with promoted(), torch.no_grad():
-        result = explained(model)
+        result = explained(model, method="logit")
         finished = model.generate(prompt, max_new_tokens=3, do_sample=False)
         logits = model(finished).logits[0]
     length, count = finished.shape[1], prompt.shape[1]
@@ -109,20 +110,21 @@ def _ids() -> Any:
     return greedy().options["logit"]
 
 
-def test_rows_share_one_frozen_run(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("method", "kind"), [("logit", FrozenRun), ("attn_lrp", LiveRun)])
+def test_rows_share_one_run(method: str, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = []
-    original = FrozenRun.__init__
+    original = kind.__init__
 
-    def counted(self: FrozenRun, *args: Any, **options: Any) -> None:
+    def counted(self: Any, *args: Any, **options: Any) -> None:
         runs.append(options)
         original(self, *args, **options)
 
-    monkeypatch.setattr(FrozenRun, "__init__", counted)
-    explained(method="logit")
+    monkeypatch.setattr(kind, "__init__", counted)
+    explained(method=method)
     assert len(runs) == 1
     trace = ula.trace(gpt2(), torch.tensor([[1, 2, 3]]))
     for target in (1, 2):
-        ula.explain(trace, target=target)
+        ula.explain(trace, method=method, target=target)
     # Outside of the context each call has its own run.
     assert len(runs) == 3
 

@@ -71,10 +71,10 @@ def test_rows_by_depth_and_by_layer_add_up(side: str, by: str) -> None:
 
 def test_the_embedding_has_the_part_of_the_positions() -> None:
     trace = traced("gpt2")
-    result = ula.explain(trace, target=-1)
+    result = ula.explain(trace, method="logit", target=-1)
     assert result.extras["embedding"].shape == result.scores.shape
     assert bool((result.extras["embedding"] != 0).all())
-    estimated = ula.estimate(trace, target=-1)
+    estimated = ula.estimate(trace, method="logit", target=-1)
     assert estimated.result == sum(t.numel() * t.element_size() for t in (result.scores, *result.extras.values()))
     assert not ula.explain(traced("mamba2"), target=-1).extras["embedding"].any()
 
@@ -83,9 +83,9 @@ def test_shares_that_miss_the_logit_are_kept_with_a_warning(monkeypatch: pytest.
     trace = traced("gpt2")
     monkeypatch.setattr(freezing, "as_source", lambda x, *rest: x if isinstance(x, Tensor) else as_source(x, *rest))
     with pytest.raises(ExactnessError, match=r"miss the logit by .* pass trust='warn' to get them with this warning"):
-        ula.explain(trace)
+        ula.explain(trace, method="logit")
     with pytest.warns(ExactnessWarning, match="miss the logit by") as caught:
-        result = ula.explain(trace, trust="warn")
+        result = ula.explain(trace, method="logit", trust="warn")
     assert len(caught) == 1 and [str(caught[0].message)] == list(result.warnings)
     assert result.completeness_gap is not None and result.completeness_gap > 1e-3
     assert "WARNING: shares and biases miss" in repr(result)
@@ -94,11 +94,11 @@ def test_shares_that_miss_the_logit_are_kept_with_a_warning(monkeypatch: pytest.
 def test_the_logit_is_that_of_the_model() -> None:
     trace = traced("llama")
     logits = trace.output.logits[:, -1].double()
-    assert torch.allclose(ula.explain(trace, target=-1).extras["logit"], logits.max(-1).values)
-    assert torch.allclose(ula.explain(trace, target=-1, logit=2).extras["logit"], logits[:, 2])
-    pair = ula.explain(trace, target=-1, logit=(2, 5))
+    assert torch.allclose(ula.explain(trace, method="logit", target=-1).extras["logit"], logits.max(-1).values)
+    assert torch.allclose(ula.explain(trace, method="logit", target=-1, logit=2).extras["logit"], logits[:, 2])
+    pair = ula.explain(trace, method="logit", target=-1, logit=(2, 5))
     assert torch.allclose(pair.extras["logit"], logits[:, 2] - logits[:, 5])
-    apart = [ula.explain(trace, target=-1, logit=token).scores for token in (2, 5)]
+    apart = [ula.explain(trace, method="logit", target=-1, logit=token).scores for token in (2, 5)]
     assert torch.allclose(pair.scores, apart[0] - apart[1], atol=1e-9)
 
 
@@ -126,8 +126,8 @@ def _tiny(**more: Any) -> LlamaConfig:
 def test_a_classifier_has_one_row() -> None:
     torch.manual_seed(0)
     model = LlamaForSequenceClassification(_tiny(num_labels=3)).eval()
-    result = ula.explain(model, torch.randint(1, 11, (2, 7)), logit=2)
-    assert result.method == "logit" and result.dims == ("batch", "key")
+    result = ula.explain(model, torch.randint(1, 11, (2, 7)), method="logit", logit=2)
+    assert result.dims == ("batch", "key")
     assert result.completeness_gap is not None and result.completeness_gap < 1e-5
 
 

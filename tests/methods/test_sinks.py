@@ -35,7 +35,7 @@ def sinks_of(model: torch.nn.Module, ids: torch.Tensor) -> tuple[tuple[int, ...]
 def test_a_sink_is_named_and_its_score_stays(request: pytest.FixtureRequest) -> None:
     model = llama()
     with pytest.warns(SinkWarning, match="attention sink: position 0 '<s>'. ") as caught:
-        result = ula.explain(model, IDS, target=-1, tokens=WORDS)
+        result = ula.explain(model, IDS, method="logit", target=-1, tokens=WORDS)
     (message,) = [warning for warning in caught if warning.category is SinkWarning]
     # The checker of a thorough run adds frames.
     assert message.filename == __file__ or request.config.getoption("--thorough")
@@ -152,7 +152,7 @@ def test_a_single_token_has_no_sinks_and_its_score() -> None:
 
 
 def test_a_ranking_of_nothing_says_so() -> None:
-    result = ignoring_sinks(llama(), torch.tensor([[SINK, 5]]), target=-1, tokens=WORDS[:2])
+    result = ignoring_sinks(llama(), torch.tensor([[SINK, 5]]), method="logit", target=-1, tokens=WORDS[:2])
     assert result.sinks == ((0,),) and "WARNING: attention sink: position 0 '<s>'" in repr(result)
     (panel,) = panels(result)
     assert panel.notes[-2] == "no other tokens" and not panel.signed

@@ -315,7 +315,10 @@ def test_the_towers_of_a_dual_encoder_do_not_mix() -> None:
     assert bool((result.select(queries="vision_model", keys="vision_model").scores > 0).any())
     # The similarity of a text and an image is a function of the output, to which both streams contribute.
     shares = ula.explain(
-        model, {"input_ids": draw(2, 7), "pixel_values": images}, logit=lambda out: out.logits_per_text.diagonal()
+        model,
+        {"input_ids": draw(2, 7), "pixel_values": images},
+        method="logit",
+        logit=lambda out: out.logits_per_text.diagonal(),
     )
     assert shares.streams["key"] == {"vision_model": 5, "text_model": 7}
     assert shares.completeness_gap < 1e-4
@@ -388,6 +391,6 @@ def test_a_projector_of_as_many_vectors_as_the_text_is_none_of_its_blocks() -> N
     torch.manual_seed(0)
     model = randomize(Transcriber().eval()).double()
     signal = torch.randn(2, 20, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    result = ula.explain(model, {"input_ids": draw(2, 5), "signal": signal}, target=-1)
+    result = ula.explain(model, {"input_ids": draw(2, 5), "signal": signal}, method="logit", target=-1)
     assert any("projector" in layer for layer in result.layers)
     assert result.sizes == {"batch": 2, "key": 5} and result.completeness_gap < 1e-10

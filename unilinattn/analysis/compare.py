@@ -22,7 +22,7 @@ from unilinattn.evaluation.table import PARTS, Table
 from unilinattn.evaluation.trained import CORRELATION, INTERVENTION, Counts, Intervention, known_samples
 from unilinattn.examples.tasks import HELD_OUT_SEED
 from unilinattn.memory import max_memory as limited_to
-from unilinattn.methods.run import COMPOSED
+from unilinattn.methods.default import COMPOSED
 from unilinattn.progress import bars
 from unilinattn.progress import progress as steps
 from unilinattn.registry import list_methods

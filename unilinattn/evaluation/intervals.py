@@ -28,11 +28,12 @@ def mean_interval(
     Raises `InputError` for no values or values that are not finite.
     Source: Efron and Tibshirani, "An Introduction to the Bootstrap" (1993), 13.
     """
-    sample = torch.tensor(values, dtype=torch.float64)
+    sample = torch.tensor(values, dtype=torch.float64, device="cpu")
     if sample.numel() == 0 or not bool(sample.isfinite().all()):
         raise InputError(f"{sample.numel()} values; an interval needs at least one, and finite ones.")
     generator = torch.Generator().manual_seed(seed)
-    draws = torch.randint(len(sample), (resamples, len(sample)), generator=generator)
+    draws = torch.randint(len(sample), (resamples, len(sample)), generator=generator, device="cpu")
     tail = (1 - confidence) / 2
-    low, high = torch.quantile(sample[draws].mean(1), torch.tensor([tail, 1 - tail], dtype=torch.float64)).tolist()
+    quantiles = sample.new_tensor([tail, 1 - tail])
+    low, high = torch.quantile(sample[draws].mean(1), quantiles).tolist()
     return MeanInterval(float(sample.mean()), low, high, len(sample))

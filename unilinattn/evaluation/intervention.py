@@ -72,7 +72,7 @@ def target_effects(
     replaced = input_ids.repeat(length, draws, 1)
     for key, token in enumerate(input_ids):
         others = replacements[replacements != token]
-        replaced[key, :, key] = others[torch.randperm(len(others), generator=generator)[:draws]]
+        replaced[key, :, key] = others[torch.randperm(len(others), generator=generator, device="cpu")[:draws]]
     after = torch.cat([log_probability(ids).double() for ids in replaced.flatten(0, 1).split(AT_ONCE)])
     return log_probability(input_ids[None]).double() - after.view(length, draws).mean(1)
 

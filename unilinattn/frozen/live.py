@@ -17,7 +17,7 @@ from unilinattn.call.parameters import constant_parameters
 from unilinattn.errors import UncoveredError
 from unilinattn.frozen.layers import with_shared_values
 from unilinattn.frozen.shares import Linearized, by_token, linearized
-from unilinattn.frozen.token_pass import PassSpec, TokenPass
+from unilinattn.frozen.token_pass import PassSpec, TokenPass, shared_run
 from unilinattn.host.forwards import Forward, replaced_forwards
 from unilinattn.host.inputs import bound_arguments, call_host
 from unilinattn.host.isolation import runs_in_gradient_mode
@@ -105,7 +105,7 @@ class LiveRun:
         groups = self._pass.leaves
         leaves = [leaf for group in groups for leaf in group]
         # Sixteen bits of float16 have no room for the scale.
-        scale = 1.0 if any(slope.dtype == torch.float16 for slope in scalar.slopes) else SCALE
+        scale = 1.0 if any(t.dtype == torch.float16 for t in (*scalar.slopes, *leaves)) else SCALE
         scaled = scalar._replace(slopes=[slope * scale for slope in scalar.slopes])
         entries = self._pass.entries
         grads = iter(scaled.gradients([*leaves, *(entry.value for entry in entries.values())]))
@@ -118,6 +118,11 @@ class LiveRun:
             back = torch.autograd.grad(entry.value, group, slope, retain_graph=True, allow_unused=True)
             totals[number] = totals[number] + by_token(entry.value, slope) - _inner(group, back)
         return torch.cat(totals, 1) / scale
+
+
+def live(trace: Trace, targets: Sequence[Target] | None = None) -> LiveRun:
+    """Run a traced model once more by the rules of relevance, see `LiveRun`."""
+    return shared_run(trace, targets, "live", lambda positions: LiveRun(trace, positions))
 
 
 class LivePass(TokenPass):
@@ -145,8 +150,10 @@ class LivePass(TokenPass):
             yield
 
     def _compute(self) -> Any:
+        # Leaves among the arguments are made before the rules apply, which let no host switch gradients on.
+        arguments = self.arguments()
         with Live(self.where, self.paths, self.marker()):
-            output = call_host(self.model, self.arguments())
+            output = call_host(self.model, arguments)
         require_visible(output, type(self.model).__name__)
         return mapped(output, lambda t: t if t.requires_grad else t.detach())
 

@@ -1,9 +1,7 @@
 """`FrozenRun`: a host run as one affine map of its tokens, whose shares and biases add up to its output."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
-from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Float
@@ -29,7 +27,7 @@ from unilinattn.frozen.shares import (
     has_constants,
     linearized,
 )
-from unilinattn.frozen.token_pass import PassSpec
+from unilinattn.frozen.token_pass import PassSpec, shared_run
 from unilinattn.host.isolation import runs_in_gradient_mode
 from unilinattn.host.logits import Logit
 from unilinattn.tracing.token_streams import TokenStream
@@ -268,25 +266,4 @@ def frozen(trace: Trace, targets: Sequence[Target] | None = None, *, rule: str =
     Raises `ModelStateError` if a weight changed since the trace, and the errors of `FrozenRun`.
     """
     trace.weights.require_same(trace.host, trace.model, "its shares would not be those of the traced model")
-    if targets is None or trace not in _shared:
-        return FrozenRun(trace, targets, rule=rule)
-    every, runs = _shared[trace]
-    if rule not in runs:
-        runs[rule] = FrozenRun(trace, every, rule=rule)
-    return runs[rule]
-
-
-_shared: "WeakKeyDictionary[Trace, tuple[Sequence[Target], dict[str, FrozenRun]]]" = WeakKeyDictionary()
-
-
-@contextmanager
-def one_frozen_run(trace: Trace, targets: Sequence[Target]) -> Iterator[None]:
-    """Inside the context, `frozen` returns one run by each rule, which computes the logits of all `targets`.
-
-    For a method that runs once for each of them. The runs keep their graphs until the context ends.
-    """
-    _shared[trace] = targets, {}
-    try:
-        yield
-    finally:
-        del _shared[trace]
+    return shared_run(trace, targets, rule, lambda positions: FrozenRun(trace, positions, rule=rule))

@@ -1,8 +1,10 @@
 """`TokenPass`: one pass of a host in which the vectors of the tokens are leaves of the graph."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Float, Int
@@ -201,3 +203,34 @@ class TokenPass(Observer[BlockCall]):
             return ids.as_looked_up(self.leaf(number, ids.by_token(result)), result.shape)
 
         return mark
+
+
+Run = TypeVar("Run")
+
+
+def shared_run(
+    trace: Trace, targets: Sequence[Target] | None, rule: str, run: Callable[[Sequence[Target] | None], Run]
+) -> Run:
+    """Return `run(targets)`, or inside of `one_run` the only run by this rule, which is that of all positions."""
+    if targets is None or trace not in _shared:
+        return run(targets)
+    every, runs = _shared[trace]
+    if rule not in runs:
+        runs[rule] = run(every)
+    return runs[rule]
+
+
+_shared: "WeakKeyDictionary[Trace, tuple[Sequence[Target], dict[str, Any]]]" = WeakKeyDictionary()
+
+
+@contextmanager
+def one_run(trace: Trace, targets: Sequence[Target]) -> Iterator[None]:
+    """Inside the context, `frozen` and `live` return one run by each rule, which computes the logits of all `targets`.
+
+    For a method that runs once for each of them. The runs keep their graphs until the context ends.
+    """
+    _shared[trace] = targets, {}
+    try:
+        yield
+    finally:
+        del _shared[trace]

@@ -2,8 +2,8 @@
 
 import torch
 
-from unilinattn.frozen.live import LiveRun
-from unilinattn.methods.logit import shares_estimate, with_grid, write_rows
+from unilinattn.frozen.live import live
+from unilinattn.methods.logit import padding_read, relevance_estimate, with_grid, write_rows
 from unilinattn.options import AttnLrp
 from unilinattn.progress import progress
 from unilinattn.registry import register_method
@@ -17,7 +17,7 @@ from unilinattn.tracing.trace import Target, Trace
 
 def cost(trace: Trace, options: AttnLrp, *, target: Target | None = None) -> Estimate:
     """Return the cost of `attn_lrp`: a run of the model whose graph is kept, and three backward passes a target."""
-    return shares_estimate(trace, options, target, rule="live")
+    return relevance_estimate(trace, options, target, rule="live", maps=2, numbers=1)
 
 
 @register_method(AttnLrp, cost=cost)
@@ -26,7 +26,7 @@ def attn_lrp(trace: Trace, options: AttnLrp, *, target: Target | None = None) ->
     layers = layers_from(trace, options.name, 0)
     target = only_target(trace, target, options.scalar)
     targets = every_position(trace) if target is None else [target]
-    run = LiveRun(trace, None if callable(options.scalar) else targets)
+    run = live(trace, None if callable(options.scalar) else targets)
     axes = Axes(trace, (trace.target_stream,), run.streams)
     scoring = Scoring(trace=trace, options=options, target=target, layers=layers, axes=axes)
     scores = scoring.allocate()
@@ -41,4 +41,6 @@ def attn_lrp(trace: Trace, options: AttnLrp, *, target: Target | None = None) ->
         write_rows(scores, rows, relevances.tokens)
         for name, part in values.items():
             write_rows(extras[name], rows, part)
-    return with_grid(scoring.result(scores, scope=None, extras=extras), run.grid)
+    padding = None if target is None else padding_read(scores, axes.mask())
+    warnings = () if padding is None else (padding,)
+    return with_grid(scoring.result(scores, scope=None, extras=extras, warnings=warnings), run.grid)

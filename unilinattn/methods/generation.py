@@ -9,14 +9,15 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from unilinattn.errors import OptionError
-from unilinattn.frozen.run import one_frozen_run
+from unilinattn.frozen.token_pass import one_run
 from unilinattn.host.generation import generated, prompt_ids
 from unilinattn.host.text import is_text, words_of
 from unilinattn.host.wrappers import unwrapped
 from unilinattn.memory import max_memory as limited_to
+from unilinattn.methods.default import chosen_method
 from unilinattn.methods.doubts import warn_of_sinks
 from unilinattn.methods.needs import advised
-from unilinattn.methods.run import Tokens, chosen_method, labels_of_tokens, named, run_method
+from unilinattn.methods.run import Tokens, labels_of_tokens, named, run_method
 from unilinattn.options import Options
 from unilinattn.progress import bars
 from unilinattn.progress import progress as steps
@@ -89,7 +90,7 @@ def explain_generation(
         targets = text.ids[0, text.first :].tolist()
         names_a_logit = entry.options is not None and "logit" in entry.options.model_fields
         rows = []
-        with one_frozen_run(traced, positions):
+        with one_run(traced, positions):
             for position, token in zip(steps(positions, "generated tokens"), targets, strict=True):
                 keywords = {**options, **({"logit": token} if names_a_logit else {})}
                 with advised(traced, position, entry, keywords):

@@ -42,11 +42,19 @@ def shares_estimate(
     trace: Trace, options: ScalarOptions, target: Target | None, *, rule: str = "freeze", by: By = "tokens"
 ) -> Estimate:
     """Return the cost of `shares_result`."""
+    maps = 1 if by == "tokens" else 0
+    return relevance_estimate(trace, options, target, rule=rule, maps=maps, numbers=len(EXTRAS[by]))
+
+
+def relevance_estimate(
+    trace: Trace, options: ScalarOptions, target: Target | None, *, rule: str, maps: int, numbers: int
+) -> Estimate:
+    """Return the cost of a run by a rule, and of a result with extras: maps like the scores, and numbers of a row."""
     target = only_target(trace, target, options.scalar)
     scoring = Scoring(trace=trace, options=options, target=target, layers=layers_from(trace, options.name, 0))
     count = tuple(scoring.sizes.values())
     row = LayerCost("frozen run", "forward and backward pass", trace.frozen_cost(count[-2], rule=rule))
-    doubles = prod(count[:-1]) * len(EXTRAS[by]) + (prod(count) if by == "tokens" else 0)
+    doubles = prod(count[:-1]) * numbers + prod(count) * maps
     return scoring.estimate(None, extras=doubles * torch.float64.itemsize, before=[row])
 
 

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, product
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -15,10 +15,11 @@ from unilinattn.host.inputs import is_ids
 from unilinattn.host.labels import labels_of_ids
 from unilinattn.kernels.precision import full_precision
 from unilinattn.memory import max_memory as limited_to
+from unilinattn.methods.default import COMPOSED, by_layer, chosen_method, default_note
 from unilinattn.methods.doubts import head_underflow, warn_of_sinks
 from unilinattn.methods.needs import REFUSALS, advised
 from unilinattn.methods.targets import NamedTarget, logit_names, logit_of, position_of
-from unilinattn.options import Alti, Options
+from unilinattn.options import Options
 from unilinattn.options.base import refuse_class
 from unilinattn.progress import bars
 from unilinattn.progress import progress as steps
@@ -28,22 +29,11 @@ from unilinattn.results.attribution import Attribution
 from unilinattn.results.comparison import Comparison
 from unilinattn.results.estimate import Estimate
 from unilinattn.scoring.base import trace_bytes
-from unilinattn.scoring.selection import stream_groups
 from unilinattn.tracing.trace import Target, Trace, trace
 from unilinattn.tracing.trust import Trust, require_exact, trusting
 
 Tokens = Sequence[str] | Sequence[Sequence[str]] | Callable[..., Any]
 """Texts of the key tokens, padding included: a list for each sequence, a list for a single sequence, or a tokenizer."""
-
-COMPOSED = Alti(compose="rollout")
-"""Default method of `explain` for models without logits.
-
-Among the methods that compose all layers from maps it finds the known answers of the trained Mamba models best, as
-`unilinattn compare` shows.
-"""
-
-SINGLE = ("latim", "raw")
-"""Methods of single layers, one of which takes the place of `COMPOSED` where the layers cannot be composed."""
 
 
 def explain(
@@ -71,9 +61,9 @@ def explain(
         inputs: inputs of the model as in `trace`, such as a text or an image; None for a trace.
         tokenizer: the tokenizer of texts; it also labels the tokens and reads the option `logit` if that is a text.
         processor: the processor of images, as in `trace`.
-        method: a method, such as `methods.Latim(p=1)`, or the name of one, by default `logit`, or for a model without
-            logits `methods.Alti(compose="rollout")`, or where its layers cannot be composed `latim` or `raw` of each
-            layer, with a warning; the result names it.
+        method: a method, such as `methods.Latim(p=1)`, or the name of one; by default `attn_lrp` for a model with
+            softmax attention and `logit` for others, or for a model without logits `methods.Alti(compose="rollout")`,
+            or where its layers cannot be composed `latim` or `raw` of each layer, with a warning; the result names it.
         target: a position, or one for each sequence, counted over real tokens and negative from their end; "last";
             "cls" for the token that class logits read; a text or a compiled pattern, for the last token of the only
             place in each input text where it matches; None keeps every query.
@@ -99,13 +89,13 @@ def explain(
         traced = traced_inputs(model_or_trace, inputs, tokenizer, processor, bos=bos)
         target, options = _by_position(traced, tokenizer, target, options)
         entry, options = chosen_method(name, options, traced)
-        with advised(traced, target, entry, options, note=_default_note(entry, name)):
+        with advised(traced, target, entry, options, note=default_note(entry, name)):
             try:
                 result = run_method(entry, traced, target, options)
             except REFUSALS as refusal:
                 if name is not None or entry.name != COMPOSED.name:
                     raise
-                result = _by_layer(traced, target, options, refusal)
+                result = by_layer(run_method, traced, target, options, refusal)
     return warn_of_sinks(_with_labels(result, traced, tokens, tokenizer, grid), traced)
 
 
@@ -143,7 +133,7 @@ def estimate(
         target, options = _by_position(traced, tokenizer, target, options)
         entry, options = chosen_method(name, options, traced)
         assert entry.cost is not None
-        note = _default_note(entry, name)
+        note = default_note(entry, name)
         with advised(traced, target, entry, options, note=note, costed=True), full_precision():
             return replace(entry.cost(traced, target=target, **options), trace=trace_bytes(traced))
 
@@ -257,44 +247,6 @@ def named(method: str | Options, options: Mapping[str, Any]) -> tuple[str, dict[
             )
         return registered(method.name).name, method.keywords
     return registered(method).name, dict(options)
-
-
-def chosen_method(name: str | None, options: dict[str, Any], traced: Trace) -> tuple[Method, dict[str, Any]]:
-    """Return the named method and `options`; without a name the model's default method and its options."""
-    if name is not None:
-        return registered(name), options
-    if traced.explained_logit.exists or options.get("logit") is not None:
-        return registered("logit"), options
-    return registered(COMPOSED.name), {**COMPOSED.keywords, **options}
-
-
-def _by_layer(traced: Trace, target: Target | None, options: Mapping[str, Any], refusal: Exception) -> Attribution:
-    """Return the result of the first method of `SINGLE` that works; raise the refusal of the default if none does.
-
-    If no method takes all layers, the largest group with equal tokens is explained.
-    """
-    single = {name: value for name, value in options.items() if COMPOSED.keywords.get(name) != value}
-    group = [] if "layers" in options else [{"layers": list(each)} for each in stream_groups(traced)[:1]]
-    for selected, method in product(({}, *group), map(registered, SINGLE)):
-        try:
-            result = run_method(method, traced, target, {**single, **selected})
-        except (OptionError, *REFUSALS):
-            continue
-        reason = str(refusal).partition(". ")[0].rstrip(".")
-        count = f"{len(result.layers)} of the {len(traced.layers)}" if selected else "the"
-        note = (
-            f"{COMPOSED.name} composed over all layers, the default for a model without logits, does not work here: "
-            f"{reason}. These are {count} layers one by one, by {method.name}."
-        )
-        warnings.warn(note, UserWarning, stacklevel=3)
-        return replace(result, warnings=(*result.warnings, note))
-    raise refusal
-
-
-def _default_note(method: Method, named: str | None) -> str:
-    """Return the sentence of a refusal that names the default method, empty if the user named one."""
-    composed = " composed over all layers" if method.name == COMPOSED.name else ""
-    return "" if named is not None else f"No method was named, so this was the default, {method.name!r}{composed}. "
 
 
 def traced_inputs(

@@ -47,6 +47,9 @@ ELEMENTWISE = (
 )
 """Functions whose output is a function of one value at each entry, if the other arguments are constants."""
 
+_SAVING = kinds.SLOPES | kinds.HOMOGENEOUS | kinds.FACTORS
+"""Functions of one value whose derivative may need the argument or the result."""
+
 
 @dataclass
 class Paths:
@@ -104,21 +107,36 @@ class Live(TorchFunctionMode):
             return self._mark(func, args, func(*args, **kwargs))
         rank = self._rank_of(name, args, kwargs)
         rule = _RULES.get(name)
-        if in_place and (rule is not None or name in kinds.SLOPES):
+        if in_place and (rule is not None or name in _SAVING):
             function = getattr(torch.Tensor, name, None) or getattr(functional, name)
-            # The rule may keep its argument, which is written over here.
+            # The graph may keep argument and result, and this or a later function writes over them.
             before = args[0].clone()
             self._ranks[before] = self.rank(args[0])
-            result = args[0].copy_(self._apply(name, function, (before, *args[1:]), kwargs))
+            computed = self._apply(name, function, (before, *args[1:]), kwargs)
+            rank = self._ranks.get(computed, rank)
+            result = args[0].copy_(computed)
         else:
             result = self._apply(name, func, args, kwargs)
-        written = args[:1] if in_place or name == "setitem" else result
-        for tensor in tensors(written):
+        if in_place or name == "setitem":
+            self._rewritten(name, args, kwargs, rank)
+            return result
+        for tensor in tensors(result):
             if tensor.requires_grad and tensor not in self._ranks:
                 self._ranks[tensor] = rank
-        if not in_place and isinstance(result, Tensor) and name in ELEMENTWISE:
+        if isinstance(result, Tensor) and name in ELEMENTWISE:
             self._follow(args, kwargs, result)
         return result
+
+    def _rewritten(self, name: str, args: Any, kwargs: Any, rank: int) -> None:
+        """Note the rank of a tensor that was written into, and which value it is a function of."""
+        written = args[0]
+        if not written.requires_grad:
+            return
+        self._ranks[written] = rank
+        roots = {id(self._root(tensor)) for tensor in tensors((args, kwargs)) if tensor.requires_grad}
+        if name not in ELEMENTWISE or len(roots) > 1:
+            # It is a new value; functions of the former one, which may have been the tensor itself, are none of it.
+            self._roots[written] = written.detach()
 
     def rank(self, value: Any) -> int:
         """Return 0 for a value, 1 after an activation, 2 after one with f(0) != 0, and `DECIDED`."""
@@ -139,6 +157,9 @@ class Live(TorchFunctionMode):
             return 2
         # What is added to a value, or written into one, is a value.
         values = [rank for rank in ranks if rank < DECIDED]
+        if values and (name in kinds.PRODUCTS or name in kinds.AFFINE):
+            # A linear map of activations is a value again, as in a frozen run.
+            return 0
         return max(values) if values else DECIDED
 
     def _follow(self, args: Any, kwargs: Any, result: Tensor) -> None:

@@ -52,10 +52,11 @@ def gradient_cost(model: nn.Module, layers: Sequence[Layer], logits: int) -> int
     return width * (retained + max(elements_by_segment.values()) + 3 * logits)
 
 
-def frozen_cost(model: nn.Module, layers: Sequence[Layer], logits: int, *, live: bool) -> int:
+def frozen_cost(model: nn.Module, layers: Sequence[Layer], logits: int, *, rule: str) -> int:
     """Estimate the peak bytes of a frozen run, which keeps the factors of the code between the layers.
 
-    The arguments are those of `gradient_cost`; `live` tells whether the run evaluates the layers' flows.
+    The arguments are those of `gradient_cost`. By a `rule` other than "freeze" the run evaluates the layers' flows, and
+    by "live" it keeps the steps of their cores, whose factors have gradients.
     """
     operators = [layer.operator for layer in layers]
     first = operators[0]
@@ -64,7 +65,11 @@ def frozen_cost(model: nn.Module, layers: Sequence[Layer], logits: int, *, live:
     tokenwise = [shape for shape in weights if max(shape) < VOCABULARY * first.output.shape[2]]
     retained = sum(op.output.numel() for op in operators) + tokens * sum(map(sum, tokenwise))
     peak = KEPT * retained + max(apply_elements(op.chains, op.inputs) for op in operators) + 4 * logits
-    if live:
+    if rule == "live":
+        peak += sum(
+            apply_elements(layer.operator.chains, layer.operator.inputs) for layer in layers if not layer.needs_capture
+        )
+    if rule != "freeze":
         chains = [(chain, op.inputs[port].shape[2]) for op in operators for port, chain in op.chains.items()]
         peak += HELD * sum(_values(chain, tokens, channels) for chain, channels in chains)
     return int(width * peak)

@@ -182,7 +182,7 @@ class Trace:
     def frozen_cost(self, targets: int, *, rule: str = "freeze") -> int:
         """Return the peak bytes of a frozen run for `targets` positions, without running the model."""
         elements = self.explained_logit.elements_at(targets)
-        return frozen_cost(self.host, self.layers, elements, live=rule != "freeze")
+        return frozen_cost(self.host, self.layers, elements, rule=rule)
 
 
 def trace(

@@ -1,0 +1,93 @@
+"""The default method of `explain`, by the kind of model."""
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+from unilinattn.errors import OptionError
+from unilinattn.methods.needs import REFUSALS
+from unilinattn.mixers import Dense
+from unilinattn.operator.stages import Mix, walk
+from unilinattn.options import Alti, AttnLrp, Logit, Options
+from unilinattn.registry import Method
+from unilinattn.registry import method as registered
+from unilinattn.results.attribution import Attribution
+from unilinattn.scoring.selection import stream_groups
+from unilinattn.tracing.layer import Layer
+from unilinattn.tracing.trace import Target, Trace
+
+ATTENTION: type[Options] = AttnLrp
+"""Default method of `explain` for models with logits and softmax attention: it counts what a token decided."""
+
+RECURRENT: type[Options] = Logit
+"""Default method of `explain` for other models with logits, whose shares find the answers of trained linear RNNs."""
+
+COMPOSED = Alti(compose="rollout")
+"""Default method of `explain` for models without logits.
+
+Among the methods that compose all layers from maps it finds the known answers of the trained Mamba models best, as
+`unilinattn compare` shows.
+"""
+
+SINGLE = ("latim", "raw")
+"""Methods of single layers, one of which takes the place of `COMPOSED` where the layers cannot be composed."""
+
+
+def chosen_method(name: str | None, options: dict[str, Any], traced: Trace) -> tuple[Method, dict[str, Any]]:
+    """Return the named method and `options`; without a name the model's default method and its options.
+
+    Options that only `RECURRENT` has, such as `by`, name it.
+    """
+    if name is not None:
+        return registered(name), options
+    if not traced.explained_logit.exists and options.get("logit") is None:
+        return registered(COMPOSED.name), {**COMPOSED.keywords, **options}
+    takes_all = options.keys() <= ATTENTION.model_fields.keys()
+    default = ATTENTION if takes_all and any(map(_attends, traced.layers)) else RECURRENT
+    return registered(default.name), options
+
+
+def _attends(layer: Layer) -> bool:
+    """Whether a layer mixes tokens by a matrix without more structure, as softmax attention does."""
+    if layer.opaque or layer.in_pieces:
+        return False
+    stages = (stage for chain in layer.operator.chains.values() for stage in walk(chain))
+    return any(isinstance(stage, Mix) and isinstance(stage.mixer, Dense) for stage in stages)
+
+
+def by_layer(
+    run: Callable[..., Attribution],
+    traced: Trace,
+    target: Target | None,
+    options: Mapping[str, Any],
+    refusal: Exception,
+) -> Attribution:
+    """Return the result of the first method of `SINGLE` that works; raise the refusal of the default if none does.
+
+    `run` runs a method on a trace, a target and options. If no method takes all layers, the largest group with equal
+    tokens is explained.
+    """
+    single = {name: value for name, value in options.items() if COMPOSED.keywords.get(name) != value}
+    group = [] if "layers" in options else [{"layers": list(each)} for each in stream_groups(traced)[:1]]
+    for selected, method in product(({}, *group), map(registered, SINGLE)):
+        try:
+            result = run(method, traced, target, {**single, **selected})
+        except (OptionError, *REFUSALS):
+            continue
+        reason = str(refusal).partition(". ")[0].rstrip(".")
+        count = f"{len(result.layers)} of the {len(traced.layers)}" if selected else "the"
+        note = (
+            f"{COMPOSED.name} composed over all layers, the default for a model without logits, does not work here: "
+            f"{reason}. These are {count} layers one by one, by {method.name}."
+        )
+        warnings.warn(note, UserWarning, stacklevel=3)
+        return replace(result, warnings=(*result.warnings, note))
+    raise refusal
+
+
+def default_note(method: Method, named: str | None) -> str:
+    """Return the sentence of a refusal that names the default method, empty if the user named one."""
+    composed = " composed over all layers" if method.name == COMPOSED.name else ""
+    return "" if named is not None else f"No method was named, so this was the default, {method.name!r}{composed}. "
