@@ -24,6 +24,7 @@ import unilinattn as ula
 from tests.methods import sinks
 from tests.texts import PARIS, mamba, tokenizer
 from unilinattn.errors import InputError, ModelStateError, OptionError, SinkWarning
+from unilinattn.evaluation import Sample
 from unilinattn.examples import TASKS, load
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.check import Check, Falls
@@ -279,8 +280,8 @@ def test_inputs_without_ids_and_models_without_logits_are_refused() -> None:
     with pytest.raises(InputError, match=r"LlamaModel returns no logits, .* logit=lambda out"):
         result.check()
     torch.manual_seed(0)
-    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 12}
-    t5 = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).eval()
+    settings = T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, vocab_size=12)
+    t5 = T5ForConditionalGeneration(settings).eval()
     inputs = {"input_ids": torch.tensor([[3, 4, 5]]), "decoder_input_ids": torch.tensor([[0, 4]])}
     with pytest.raises(InputError, match="The ids of an encoder and a decoder are two streams"):
         ula.explain(t5, inputs, target=-1, check=True)
@@ -291,6 +292,21 @@ def test_numbers_out_of_range_are_refused(options: dict[str, Any]) -> None:
     (name, value), *_ = options.items()
     with pytest.raises(OptionError, match=f"{name}={value}; give a whole number of at least"):
         ula.explain(binary(), IDS, target=-1).check(**options)
+
+
+@pytest.mark.parametrize("label", [0, 2])
+def test_the_gain_of_an_evaluation_is_that_of_the_label(label: int) -> None:
+    # Only the two tokens before the target are ranked.
+    model, ids = binary(), torch.tensor([[0, 2, 0]])
+    samples = [Sample(inputs=ids, target=-1, label=label)]
+    rows = {"first": lambda *_: torch.tensor([1.0, 0.0, 5.0]), "second": lambda *_: torch.tensor([0.0, 1.0, 5.0])}
+    table = ula.evaluate({"llama": model}, samples, rows, ["replacement_gain"], baselines=[])
+    first, second = (
+        float(last_logits(model, torch.tensor([changed])).log_softmax(-1)[label]) for changed in ([2, 2, 0], [0, 0, 0])
+    )
+    values = {row["method"]: row["value"] for row in table}
+    assert values["first"] == pytest.approx(second - first, abs=1e-10) == -values["second"]
+    assert abs(second - first) > 1e-3
 
 
 def test_the_sentence_has_both_falls() -> None:

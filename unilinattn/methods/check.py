@@ -108,9 +108,9 @@ def check_of(
     scores: Float[Tensor, " key"],
     allowed_keys: Bool[Tensor, " key"],
     *,
-    top: int,
-    draws: int,
-    seed: int,
+    top: int = 3,
+    draws: int = 24,
+    seed: int = 0,
 ) -> Check:
     """Replace the `top` tokens with the largest scores, and as often as many random ones, and run the model.
 
