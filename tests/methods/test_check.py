@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import json
 import pickle
 import warnings
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from unilinattn.examples import TASKS, load
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.check import Check, Falls
 from unilinattn.results.intervals import MeanInterval
+from unilinattn.results.labels import Header
 
 IDS = torch.tensor([[0, 2]])
 """A token of each ordinary id of `binary`, so that a draw has one outcome."""
@@ -113,8 +115,9 @@ def test_a_class_logit_has_a_log_probability_unless_it_is_the_only_one() -> None
     settings = {"num_labels": 3, "pad_token_id": 1}
     check = ula.explain(binary(LlamaForSequenceClassification, **settings), IDS).check()
     assert check.log_p is not None
-    one = ula.explain(binary(LlamaForSequenceClassification, num_labels=1, pad_token_id=1), IDS).check()
-    assert one.log_p is None and one.value.top != 0 and "lowers the logit by" in one.sentence
+    regression = ula.explain(binary(LlamaForSequenceClassification, num_labels=1, pad_token_id=1), IDS).check()
+    assert regression.log_p is None and regression.value.top != 0
+    assert "lowers the logit by" in regression.sentence
 
 
 def test_each_sequence_of_a_padded_batch_has_the_check_of_itself() -> None:
@@ -224,6 +227,10 @@ def test_a_check_is_saved_and_loaded(tmp_path: Path) -> None:
             copied.check()
     plain = Attribution.load(result.save(tmp_path / "plain.safetensors"))
     assert plain.checks is None
+    # Files of older versions have no entry.
+    older = json.loads(result._header().model_dump_json())
+    assert older.pop("checks", "absent") is None
+    assert Header.model_validate_json(json.dumps(older)).checks is None
     with pytest.raises(InputError, match="checks must be 1 records"):
         dataclasses.replace(checked, checks=[result.check()] * 2)
 

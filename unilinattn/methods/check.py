@@ -115,8 +115,8 @@ def check_of(
     """Replace the `top` tokens with the largest scores, and as often as many random ones, and run the model.
 
     Both are among the `allowed_keys` that are real and no special tokens and, in a decoder, that stand at the target or
-    before it; `top` is at most half of them. Each draw replaces each token by a random id, which is neither its own nor
-    a special one.
+    before it; `top` is at most half of them. Each draw replaces each token by a random id, which is neither that of the
+    token nor a special one.
 
     Raises `InputError` for inputs without ids, for an output without logits, and for fewer than two such tokens, and
     `OptionError` for a `top`, `draws` or `seed` out of range.
@@ -213,8 +213,8 @@ def _of_run(
     logit, count = explained.logit, run.tokens[0]
     if callable(logit):
         return one_each(logit(run.output), count).double(), None
-    at = None if positions is None else positions[explained.sequence].expand(count)
-    logits = run.logits(at).reshape(count, -1).double()
+    targets = None if positions is None else positions[explained.sequence].expand(count)
+    logits = run.logits(targets).reshape(count, -1).double()
     chosen = logit.logit if isinstance(logit, Centered) else logit
     if chosen is None:
         prediction = explained.trace.explained_logit.prediction(explained.target)
