@@ -322,6 +322,6 @@ def test_the_sentence_has_both_falls() -> None:
     assert check.sentence == "replacing the top 3 tokens lowers log p by 5.1, three random ones by 1.2 (24 draws)"
     tied = Falls(0.123, -1e-9, MeanInterval(0.1, -0.2, 0.3, 5))
     assert Check("the difference of two logits", (4,), 5, 0, tied).sentence == (
-        "replacing the top token lowers the difference of two logits by 0.12, a random one by 0.00 "
-        "(5 draws, a difference of -0.20 to 0.30 at 95 %, which may be none)"
+        "replacing the top token lowers the difference of two logits by 0.12, a random one by 0 "
+        "(5 draws, a difference of -0.2 to 0.3 at 95 %, which may be none)"
     )

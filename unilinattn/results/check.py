@@ -7,6 +7,9 @@ from unilinattn.results.intervals import MeanInterval
 NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 """Words of small numbers of tokens."""
 
+SMALLEST = 1e-4
+"""Falls below this are zero in sentences: rounding of the model in float32."""
+
 
 @dataclass(frozen=True)
 class Falls:
@@ -66,5 +69,6 @@ class Check:
 
 
 def _number(value: float) -> str:
-    # Adding 0 turns -0.0 into 0.0.
-    return f"{value:.1f}" if abs(value) >= 1 else f"{round(value, 2) + 0.0:.2f}"
+    if abs(value) < SMALLEST:
+        return "0"
+    return f"{value:.1f}" if abs(value) >= 1 else f"{value:.2g}"
