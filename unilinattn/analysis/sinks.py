@@ -13,7 +13,8 @@ from unilinattn.aligned import aligned
 from unilinattn.analysis.pictures import Figure, Where, draw, heat_map
 from unilinattn.errors import InputError, UncoveredError
 from unilinattn.kernels.precision import full_precision
-from unilinattn.methods.run import Tokens, labels_of_tokens, traced_inputs
+from unilinattn.methods.labelled import Tokens, labels_of_tokens
+from unilinattn.methods.run import traced_inputs
 from unilinattn.operator.edges import is_causal
 from unilinattn.operator.selection import Heads
 from unilinattn.scoring.selection import layers_in, mixing_operator

@@ -104,6 +104,11 @@ def _explain(commands: Any) -> None:
         choices=("require", "warn"),
         help="a layer that misses the model's own output is an error (require, default) or a warning (warn)",
     )
+    explain.add_argument(
+        "--check",
+        action="store_true",
+        help="run the model with other tokens in place of the top three, and of random ones, and print the falls",
+    )
     explain.add_argument("--out", type=Path, help="file for the result: .html, .png or .safetensors")
 
 

@@ -50,7 +50,8 @@ def run(options: argparse.Namespace) -> None:
         keywords = _method_options(options)
         with warnings.catch_warnings():
             _ignore_doubts()
-            result = explain(observed, method=options.method, target=target, trust=options.trust, **keywords)
+            keywords |= {"trust": options.trust, "check": options.check}
+            result = explain(observed, method=options.method, target=target, **keywords)
     assert result.tokens is not None
     texts, position = result.tokens[0], int(observed.positions(-1 if target is None else target)[0])
     column, scores = _shown_scores(result, options.layer)
@@ -65,6 +66,8 @@ def run(options: argparse.Namespace) -> None:
     print(bar_chart(texts, scores, position, label, sinks))
     if result.method == "logit":
         print(_sum_line(result))
+    for check in result.checks or ():
+        print(f"\n{check.sentence}")
     _finish(result, options.out)
 
 
@@ -73,6 +76,8 @@ def _run_generation(options: argparse.Namespace) -> None:
     for name in ("target", "logit"):
         if getattr(options, name) is not None:
             raise OptionError(f"--generate explains every generated token by its own logit; leave --{name} out.")
+    if options.check:
+        raise OptionError("--check replaces tokens for one explained logit; leave --generate or --check out.")
     with quiet_hosts(), warnings.catch_warnings():
         _ignore_doubts()
         host, tokenizer = load_checkpoint(options.path, options.dtype)

@@ -1,6 +1,5 @@
 """Metrics of results, against known answers and by changing the input, and tables of them over data sets."""
 
-from unilinattn.evaluation.intervals import MeanInterval, mean_interval
 from unilinattn.evaluation.intervention import replacement_effects, target_effects
 from unilinattn.evaluation.measures import METRICS, Case
 from unilinattn.evaluation.metrics import (
@@ -20,6 +19,7 @@ from unilinattn.evaluation.samples import Sample, task_samples
 from unilinattn.evaluation.segmentation import SegmentationScores, segmentation_scores
 from unilinattn.evaluation.table import Table
 from unilinattn.evaluation.texts import read_texts
+from unilinattn.results.intervals import MeanInterval, mean_interval
 
 __all__ = [
     "METRICS",

@@ -17,6 +17,7 @@ from unilinattn.evaluation.metrics import RowScores, alignment_error_rate, compl
 from unilinattn.evaluation.perturbation import TENTHS, PerturbationCurve, PerturbationTest
 from unilinattn.evaluation.samples import Sample, function_name
 from unilinattn.evaluation.segmentation import SegmentationScores, foreground_of, overlaps, segmentation_scores
+from unilinattn.methods.check import Explained, check_of, without
 from unilinattn.operator.edges import is_causal
 from unilinattn.results.attribution import Attribution
 from unilinattn.tracing.trace import Trace
@@ -167,7 +168,6 @@ class Case:
         """Return the perturbation test of the scores, made once for each kind of masking."""
         key = (masking, mask_token_id)
         if key not in self._tests:
-            target = -1 if self.sample.target is None else self.sample.target
             if self.sample.grid is None:
                 units = {"relevance": self.one_row()[None], "valid": self.valid[None]}
             else:
@@ -178,18 +178,24 @@ class Case:
                 masking=masking,
                 mask_token_id=mask_token_id,
                 reference=self.sample.reference if masking == "reference" else None,
-                labels=self._label(target),
-                target=target,
+                labels=self.label,
+                target=self.target,
                 seed=self.seed,
                 **units,
             )
         return self._tests[key]
 
-    def _label(self, target: Any) -> Tensor | None:
-        """Return the sample's label, by default the prediction that its trace explains."""
+    @property
+    def target(self) -> int:
+        """The target of the sample, by default the last token."""
+        return -1 if self.sample.target is None else self.sample.target
+
+    @property
+    def label(self) -> Tensor | None:
+        """The sample's label, by default the prediction that its trace explains."""
         if self.sample.label is not None:
             return torch.tensor([self.sample.label], device="cpu")
-        predicted = self.trace.explained_logit.prediction(target)
+        predicted = self.trace.explained_logit.prediction(self.target)
         return None if predicted is None else predicted[self.row : self.row + 1]
 
     def _default_keys(self) -> Bool[Tensor, "*query key"]:
@@ -296,6 +302,24 @@ def _fall(name: str) -> Callable[..., Measurement]:
     return lambda case, **options: Measurement.mean(getattr(case.perturbation(**options), name)())
 
 
+def _replacement_gain(case: Case) -> Measurement:
+    """Measure the fall of the label's log probability with other tokens in place of the top ones, less random ones.
+
+    For a model with one logit it is the fall of that logit. Source: `Attribution.check`.
+    """
+    text, label = case.trace.text, case.label
+    explained = Explained(
+        case.trace,
+        case.row,
+        case.target,
+        None if label is None else int(label),
+        None if text is None else text.tokenizer,
+    )
+    keys = without(case.one_row(), (case.result.sinks or ((),))[0]) & case.valid.cpu()
+    check = check_of(explained, case.one_row(), keys, seed=case.seed)
+    return Measurement.mean((check.value if check.log_p is None else check.log_p).difference.mean)
+
+
 def _segmentation(field: str, *, by_pixels: bool = False) -> Callable[[Case], Measurement]:
     def measure(case: Case) -> Measurement:
         value = getattr(case.segmentation, field)
@@ -341,6 +365,7 @@ METRICS: Mapping[str, Metric] = {
         Metric("hit_at_1", _ranking("hit_at_1"), ("relevant",), True),
         Metric("aer", _alignment, ("relevant",), False),
         *(Metric(name, measure, (), larger) for name, (measure, larger) in PERTURBATIONS.items()),
+        Metric("replacement_gain", _replacement_gain, (), True),
         Metric("pixel_accuracy", _segmentation("pixel_accuracy", by_pixels=True), _IMAGE, True),
         Metric("mean_iou", _mean_iou, _IMAGE, True),
         Metric("mean_ap", _segmentation("mean_ap"), _IMAGE, True),

@@ -62,10 +62,10 @@ def missing_start(result: Attribution, trace: Trace, tokenizer: Any) -> str | No
         first in sinks and int(ids[first]) not in special
         for ids, sinks, first in zip(trace.ids, result.sinks, firsts, strict=True)
     ]
-    return str(tokenizer.bos_token) if any(words) and _is_decoder(trace) else None
+    return str(tokenizer.bos_token) if any(words) and is_decoder(trace) else None
 
 
-def _is_decoder(trace: Trace) -> bool:
+def is_decoder(trace: Trace) -> bool:
     """Whether the first layer with an operator reads no later token."""
     layer = next((layer for layer in trace.layers if not layer.opaque), None)
     return layer is not None and (layer.in_pieces or is_causal(layer.operator))

@@ -19,8 +19,9 @@ from unilinattn.host.logits import Logit
 from unilinattn.kernels.precision import full_precision
 from unilinattn.memory import allowed
 from unilinattn.memory import max_memory as limited_to
+from unilinattn.methods.labelled import labels_of_tokens
 from unilinattn.methods.replacements import Replacement, against_inputs, ids_of, replacements
-from unilinattn.methods.run import labels_of_tokens, traced_inputs
+from unilinattn.methods.run import traced_inputs
 from unilinattn.methods.targets import NamedTarget, logit_names, logit_of, position_of
 from unilinattn.operator.heads import HeadContributions
 from unilinattn.operator.operator import MixerOperator

@@ -16,8 +16,9 @@ from unilinattn.host.wrappers import unwrapped
 from unilinattn.memory import max_memory as limited_to
 from unilinattn.methods.default import chosen_method
 from unilinattn.methods.doubts import warn_of_sinks
+from unilinattn.methods.labelled import Tokens, labels_of_tokens
 from unilinattn.methods.needs import advised
-from unilinattn.methods.run import Tokens, labels_of_tokens, named, run_method
+from unilinattn.methods.run import named, run_method
 from unilinattn.options import Options
 from unilinattn.progress import bars
 from unilinattn.progress import progress as steps

@@ -1,4 +1,4 @@
-"""The inputs with other tokens in place of some, of `effects`."""
+"""The inputs with other tokens in place of some, of `effects` and of checks."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
 from unilinattn.discovery.perturbation import special_ids
@@ -41,12 +41,12 @@ def ids_of(trace: Trace) -> Int[Tensor, "batch length"]:
     """Return the ids of a trace; raise `InputError` for inputs without ids or with those of several streams."""
     if trace.ids is None:
         raise InputError(
-            f"effects: {trace.model} was not given one tensor of token ids, and other tokens are other ids; give a "
+            f"{trace.model} was not given one tensor of token ids, and other tokens are other ids; give a "
             "text or ids. The ids of an encoder and a decoder are two streams, of which it takes neither."
         )
     if tuple(trace.ids.shape) != trace.token_shape:
         raise InputError(
-            f"effects: the ids have shape {tuple(trace.ids.shape)}, and the layers of {trace.model} have "
+            f"the ids have shape {tuple(trace.ids.shape)}, and the layers of {trace.model} have "
             f"{trace.token_shape[0]} sequences of {trace.token_shape[1]} tokens, so an id is not a token of them."
         )
     return trace.ids
@@ -80,7 +80,7 @@ def against_inputs(trace: Trace, against: Any, tokenizer: Any) -> list[Replaceme
         if not torch.equal(value.cpu(), expected.to(value.dtype)):
             raise InputError(f"against has another {key} than the inputs; only the ids may differ.")
     _require_vocabulary(trace, other_ids.flatten().tolist())
-    real = _real(trace)
+    real = real_tokens(trace)
     rows = enumerate(other_ids.to(ids))
     return [
         Replacement(b, 0, len(tokens := real[b].nonzero().squeeze(1)), tokens, torch.where(real[b], row, ids[b])[None])
@@ -97,14 +97,14 @@ def replacements(
     special ids. Raises `InputError` for tokens or ids that do not exist, for a text without a tokenizer and for a
     replacement of another length, and `OptionError` for `draws` that the vocabulary does not have.
     """
-    ids, real = ids_of(trace), _real(trace)
+    ids, real = ids_of(trace), real_tokens(trace)
     alternatives = None if replacement is None else _alternatives(trace, replacement, tokenizer)
     if isinstance(draws, bool) or not isinstance(draws, int) or draws < 1:
         raise OptionError(f"draws={draws!r}; give a positive number of replacements for each token.")
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         raise OptionError(f"seed={seed!r}; give a whole number of at least 0.")
     generator = torch.Generator().manual_seed(seed)
-    ordinary = _ordinary(trace, tokenizer) if alternatives is None else None
+    ordinary = ordinary_ids(trace, tokenizer) if alternatives is None else None
     made = []
     for b, row in enumerate(ids.cpu()):
         tokens = real[b].nonzero().squeeze(1).cpu()
@@ -121,7 +121,8 @@ def replacements(
     return made
 
 
-def _real(trace: Trace) -> Tensor:
+def real_tokens(trace: Trace) -> Bool[Tensor, "batch length"]:
+    """Return True at the real tokens."""
     mask, ids = trace.layers[-1].mask, ids_of(trace)
     return torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.to(ids.device)
 
@@ -196,11 +197,16 @@ def _fitting(alternatives: Sequence[Sequence[int]], tokens: Int[Tensor, " span"]
     return torch.tensor(rows, device="cpu")
 
 
-def _ordinary(trace: Trace, tokenizer: Any) -> Int[Tensor, " id"]:
-    """Return the ids that may be drawn: those of the vocabulary but for special ones."""
+def ordinary_ids(trace: Trace, tokenizer: Any) -> Int[Tensor, " id"]:
+    """Return the ids that may be drawn, in order: those of the vocabulary but for special ones.
+
+    Raises `InputError` if the number of ids is unknown.
+    """
     size = _vocabulary(trace)
     if size is None:
-        raise InputError(f"effects: the number of ids of {trace.model} is unknown; give ids as replacement=.")
+        raise InputError(
+            f"the number of ids of {trace.model} is unknown, so none can be drawn; `effects` takes ids as replacement=."
+        )
     ids = torch.arange(min(size, len(tokenizer)) if hasattr(tokenizer, "__len__") else size, device="cpu")
     special = torch.tensor(getattr(tokenizer, "all_special_ids", []), dtype=torch.long, device="cpu")
     return ids[~torch.isin(ids, torch.cat([special_ids(trace.host), special]))]
@@ -211,6 +217,22 @@ def _drawn(ordinary: Int[Tensor, " id"], token: int, draws: int, generator: torc
     if len(others) < draws:
         raise OptionError(f"draws={draws}; a token has {len(others)} replacements that are no special ids.")
     return others[torch.randperm(len(others), generator=generator, device="cpu")[:draws]]
+
+
+def other_ids(
+    ordinary: Int[Tensor, " id"], ids: Int[Tensor, "*shape"], generator: torch.Generator
+) -> Int[Tensor, "*shape"]:
+    """Return a random one of the `ordinary` ids, which are in order, for each id, but not the same.
+
+    Raises `InputError` if there is no other one.
+    """
+    rank = torch.searchsorted(ordinary, ids)
+    present = torch.isin(ids, ordinary)
+    counts = len(ordinary) - present.long()
+    if not bool((counts > 0).all()):
+        raise InputError(f"the vocabulary has {len(ordinary)} ids that are not special, so none can replace another.")
+    draw = (torch.rand(ids.shape, generator=generator, dtype=torch.float64, device="cpu") * counts).long()
+    return ordinary[draw + (present & (draw >= rank))]
 
 
 def _vocabulary(trace: Trace) -> int | None:

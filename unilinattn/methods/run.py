@@ -1,24 +1,22 @@
 """`explain` and `compare`: from a model and its inputs, or a trace, to labelled results."""
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
 from unilinattn.errors import ExactnessWarning, InputError, NonFiniteError, OptionError, UncoveredError, nearest
-from unilinattn.host.inputs import is_ids
-from unilinattn.host.labels import labels_of_ids
 from unilinattn.kernels.precision import full_precision
 from unilinattn.memory import max_memory as limited_to
+from unilinattn.methods.check import Checker
 from unilinattn.methods.default import COMPOSED, by_layer, chosen_method, default_note
 from unilinattn.methods.doubts import head_underflow, warn_of_sinks
+from unilinattn.methods.labelled import Tokens, with_labels
 from unilinattn.methods.needs import REFUSALS, advised
-from unilinattn.methods.targets import NamedTarget, logit_names, logit_of, position_of
+from unilinattn.methods.targets import NamedTarget, logit_of, position_of
 from unilinattn.options import Options
 from unilinattn.options.base import refuse_class
 from unilinattn.progress import bars
@@ -31,9 +29,6 @@ from unilinattn.results.estimate import Estimate
 from unilinattn.scoring.base import trace_bytes
 from unilinattn.tracing.trace import Target, Trace, trace
 from unilinattn.tracing.trust import Trust, require_exact, trusting
-
-Tokens = Sequence[str] | Sequence[Sequence[str]] | Callable[..., Any]
-"""Texts of the key tokens, padding included: a list for each sequence, a list for a single sequence, or a tokenizer."""
 
 
 def explain(
@@ -50,6 +45,7 @@ def explain(
     max_memory: int | None = None,
     progress: bool = True,
     trust: Trust = "require",
+    check: bool = False,
     **options: Any,
 ) -> Attribution:
     """Explain a model on inputs by one method.
@@ -76,6 +72,8 @@ def explain(
         trust: "require" raises an error for a layer whose reconstruction error exceeds the tolerance of its dtype (see
             `docs/exactness.md`) before a method uses it, and for shares that miss the logit by more than that
             tolerance; "warn" warns, and the result keeps the warning.
+        check: whether to run the model with other tokens in place of those with the largest scores, and of random ones,
+            and store the falls of the explained value in `checks`, as `Attribution.check` returns them.
         options: options of a method that is given by its name.
 
     Raises `OptionError` for an unknown method or option, `InputError` for inputs, a target or labels that do not
@@ -96,7 +94,12 @@ def explain(
                 if name is not None or entry.name != COMPOSED.name:
                     raise
                 result = by_layer(run_method, traced, target, options, refusal)
-    return warn_of_sinks(_with_labels(result, traced, tokens, tokenizer, grid), traced)
+        result = with_labels(result, traced, tokens, tokenizer, grid)
+        reader = traced.text.tokenizer if tokenizer is None and traced.text is not None else tokenizer
+        result = replace(result, checker=Checker(traced, target, options.get("logit"), reader))
+        if check:
+            result = replace(result, checks=[result.check(batch=b) for b in range(result.sizes.get("batch", 1))])
+    return warn_of_sinks(result, traced)
 
 
 def estimate(
@@ -193,7 +196,7 @@ def compare(
                 position, keywords = _by_position(traced, tokenizer, target, keywords)
                 with advised(traced, position, entry, keywords):
                     result = run_method(entry, traced, position, keywords)
-                results[model][label] = warn_of_sinks(_with_labels(result, traced, tokens, tokenizer, grid), traced)
+                results[model][label] = warn_of_sinks(with_labels(result, traced, tokens, tokenizer, grid), traced)
     return Comparison(results)
 
 
@@ -275,78 +278,3 @@ def _by_position(
         tokenizer = traced.text.tokenizer
     named = {"logit": logit_of(options["logit"], tokenizer)} if "logit" in options else {}
     return position_of(traced, target), {**options, **named}
-
-
-def _with_labels(
-    result: Attribution, trace: Trace, tokens: Tokens | None, tokenizer: Any, grid: tuple[int, int] | None
-) -> Attribution:
-    """Return the result with the labels of a text's tokens or of an image's patches.
-
-    Raises `InputError` for labels that do not fit.
-    """
-    text, image = trace.text, trace.image_tokens
-    if tokenizer is None and text is not None:
-        tokenizer = text.tokenizer
-    tokens = tokenizer if tokens is None else tokens
-    labels: dict[str, Any] = {}
-    if "logit" in result.options and "query" not in result.dims:
-        labels["logit_names"] = logit_names(trace, result.options["logit"], result.options.get("target"), tokenizer)
-    if tokens is not None:
-        labels["tokens"] = labels_of_tokens(tokens, trace, result.streams.get("key", {}))
-        if result.streams and "query" in result.dims:
-            labels["query_tokens"] = labels_of_tokens(tokens, trace, result.streams["query"])
-    if text is not None and result.streams:
-        text = None  # Words are those of one of the streams.
-    if text is not None:
-        labels |= {"word_ids": text.words, "offsets": text.offsets}
-    if grid is not None:
-        labels["grid"] = grid
-    # A given grid with other numbers is checked against the keys, as for unknown models.
-    if image is not None and grid in (None, image.grid):
-        labels |= {"grid": image.grid, "patches": image.patches, "cls": image.cls}
-    return replace(result, **labels) if labels else result
-
-
-def labels_of_tokens(tokens: Any, trace: Trace, streams: Mapping[str, int] = MappingProxyType({})) -> list[list[str]]:
-    """Return the texts of the tokens of each sequence, given as such or by a tokenizer.
-
-    Of several `streams` of tokens, by name and number, a tokenizer names those with ids; others have their numbers.
-
-    Raises `InputError` for other values, and for a tokenizer of a trace without ids.
-    """
-    if hasattr(tokens, "convert_ids_to_tokens") and streams:
-        by_stream = [_labels_of_stream(tokens, trace, name, count) for name, count in streams.items()]
-        return [list(chain.from_iterable(rows)) for rows in zip(*by_stream, strict=True)]
-    if hasattr(tokens, "convert_ids_to_tokens"):
-        if trace.text is not None and trace.text.tokenizer is tokens and trace.text.labels is not None:
-            return trace.text.labels
-        if trace.ids is None:
-            raise InputError(
-                f"tokens is a tokenizer, and {trace.model} was not given one tensor of token ids that it could name; "
-                "give one list of texts a sequence."
-            )
-        return [labels_of_ids(tokens, row) for row in trace.ids.tolist()]
-    if isinstance(tokens, str) or not isinstance(tokens, Sequence):
-        raise InputError(
-            f"tokens is a {type(tokens).__name__}; give one text a token, in one list a sequence, or the tokenizer."
-        )
-    texts = [token for token in tokens if isinstance(token, str)]
-    if len(texts) == len(tokens):
-        return [texts]
-    rows = [row for row in tokens if isinstance(row, Sequence) and not isinstance(row, str)]
-    if len(rows) < len(tokens):
-        raise InputError(
-            "tokens holds texts and other values side by side; give one list of texts a sequence, or the tokenizer."
-        )
-    return [list(row) for row in rows]
-
-
-def _labels_of_stream(tokenizer: Any, trace: Trace, name: str, count: int) -> list[list[str]]:
-    """Return the texts of one stream's ids, which are an argument of its name or that of no other stream."""
-    batch = trace.layers[-1].output.shape[0]
-    others = [stream.name for stream in trace.streams if stream.name != name]
-    arguments = {key: ids for key, ids in trace.arguments.items() if key.endswith("input_ids") and is_ids(ids)}
-    for key, ids in sorted(arguments.items(), key=lambda item: not item[0].startswith(name)):
-        if tuple(ids.shape) == (batch, count) and not any(key.startswith(other) for other in others):
-            return [labels_of_ids(tokenizer, row) for row in ids.tolist()]
-    return [[f"{name} {index}" for index in range(count)] for _ in range(batch)]

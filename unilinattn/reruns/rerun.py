@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from unilinattn.errors import InputError, UncoveredError
-from unilinattn.host.inputs import call_host
+from unilinattn.host.inputs import call_host, ids_name
 from unilinattn.host.logits import KEEP, at_positions, kept_positions, logits_at, logits_of
 from unilinattn.reruns.cut import Cut, run_without
 from unilinattn.tracing.trace import Trace
@@ -48,17 +48,23 @@ def rerun(
     cuts: Sequence[Cut] = (),
     *,
     positions: Int[Tensor, " batch"] | None = None,
+    ids: Int[Tensor, "run length"] | None = None,
 ) -> Rerun:
     """Run a traced model without gradients on some of its sequences, without some edges.
 
     `sequences` are indices of the traced sequences, each any number of times. A host that accepts `logits_to_keep`
-    computes only the logits at `positions`, one for each traced sequence.
+    computes only the logits at `positions`, one for each traced sequence. `ids` take the place of those of the
+    sequences, for inputs that have them.
 
     Raises `ModelStateError` if a weight changed since the trace, and the errors of a call inside `cut`.
     """
     model = trace.host
     trace.weights.require_same(model, trace.model, "this run would not be that of the traced model")
     arguments = of_sequences(trace, sequences)
+    if ids is not None:
+        name = ids_name(arguments)
+        assert name is not None
+        arguments[name] = ids.to(arguments[name])
     if positions is not None:
         arguments = logits_at(model, arguments, lambda: [positions[sequences]], above=0)
     output = run_without(model, partial(call_host, model, arguments), arguments, cuts, trace.opaque)

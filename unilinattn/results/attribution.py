@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any, Self
 from jaxtyping import Bool
 from torch import Tensor
 
+from unilinattn.errors import InputError
 from unilinattn.results import pages, plots
+from unilinattn.results.check import Check
 from unilinattn.results.file import write_text
 from unilinattn.results.scores import Scores
 from unilinattn.results.words import merged_spans, merged_words
@@ -66,6 +68,8 @@ class Attribution(Scores):
         extras: further tensors, such as the share of the bias, with the axes `dims` without key, or without head and
             key. "log2_scale" is set for products of maps beyond the range of the scores' dtype: a row of the product is
             the row of scores times 2**log2_scale.
+        checks: a `Check` of each sequence, of `explain(check=True)`.
+        checker: the function of `check`, set by `explain`; it is not saved, and does not keep the model.
 
     Raises `InputError` if a label does not fit the scores.
     """
@@ -98,6 +102,31 @@ class Attribution(Scores):
         texts; `OptionError` for an unknown `reduce` or `unit`.
         """
         return merged_spans(self, spans, reduce, unit)
+
+    def check(self, top: int = 3, draws: int = 24, seed: int = 0, *, batch: int = 0) -> Check:
+        """Return the fall of the explained value with other tokens in place of the `top` highest-ranked ones.
+
+        The ranking is that of the signed scores, largest first, because these tokens are those that raise the value;
+        attention sinks, special tokens and padding are left out, and so are tokens behind the target of a decoder. Each
+        of `draws` draws replaces the top tokens by random ids, and in another run as many random other tokens; an id is
+        never a special one, nor that of the token. `top` is at most half of the ranked tokens. The value is the logit
+        that the method explains, or that of the prediction at the target for a method that explains none. `batch`:
+        index of the sequence.
+
+        Cost: 2 `draws` + 1 sequences through the model, as many at once as fit, and one trace if it no longer exists.
+
+        Raises `InputError` for a result that was loaded, copied, merged or selected by sequence, whose model is unknown
+        or gone, for one with an axis of queries, layers or heads, for inputs without ids (images, vectors,
+        encoder-decoders), for a model without logits, and if fewer than two tokens can be replaced; `OptionError` for a
+        `top`, `draws` or `seed` out of range; and `ModelStateError` if a weight changed.
+        """
+        if self.checker is None:
+            raise InputError(
+                "this result has no model that could run again: only that of `explain` has one, and not after it is "
+                "loaded, pickled, merged or selected by sequence or stream. Check the result of `explain` itself, or "
+                "explain again with check=True, which stores the check in `checks`."
+            )
+        return self.checker(self, top=top, draws=draws, seed=seed, batch=batch)
 
     def plot(
         self,

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, JsonValue, Validatio
 from torch import Tensor
 
 from unilinattn.errors import InputError
+from unilinattn.results.check import Check
 
 AXES = ("layer", "batch", "head", "query", "key")
 
@@ -63,6 +64,7 @@ class Header(BaseModel):
     warnings: tuple[Text, ...] = ()
     stream_error: dict[Text, float] = {}
     completeness_gap: float | None
+    checks: tuple[Check, ...] | None = None
 
 
 def validated(values: Mapping[str, Any]) -> Header:
@@ -151,6 +153,8 @@ def _check_tokens(header: Header, sizes: Mapping[Any, int], mask_shape: tuple[in
         raise InputError(f"sinks must be {sequences} lists of positions of the {length} keys; got {header.sinks}.")
     if header.logit_names is not None and len(header.logit_names) != sequences:
         raise InputError(f"logit_names must be {sequences} lists, one for each sequence.")
+    if header.checks is not None and len(header.checks) != sequences:
+        raise InputError(f"checks must be {sequences} records, one for each sequence; got {len(header.checks)}.")
 
 
 def _check_heads(header: Header, count: int | None) -> None:

@@ -3,7 +3,7 @@
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
@@ -18,6 +18,7 @@ from unilinattn.errors import InputError, OptionError, ResultFileError, nearest
 from unilinattn.optional import import_extra
 from unilinattn.results import file as resultfile
 from unilinattn.results import labels
+from unilinattn.results.check import Check
 from unilinattn.results.labels import Header
 from unilinattn.results.streams import of_stream
 
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
     import pandas
     import xarray
 
-SEQUENCE_LABELS = ("tokens", "query_tokens", "word_ids", "offsets", "sinks", "logit_names")
-"""Labels with a list for each sequence."""
+SEQUENCE_LABELS = ("tokens", "query_tokens", "word_ids", "offsets", "sinks", "logit_names", "checks")
+"""Labels with an entry for each sequence."""
 
 LAYER_EXTRAS = ("decomposition_error",)
 """Extras with one number for each layer or step, the worst of all sequences."""
@@ -67,6 +68,8 @@ class Scores:
     stream_error: Mapping[str, float] = field(default_factory=dict)
     completeness_gap: float | None = None
     extras: Mapping[str, Tensor] = field(default_factory=dict)
+    checks: Sequence[Check] | None = None
+    checker: Callable[..., Check] | None = None
 
     def __post_init__(self) -> None:
         header = self._header()
@@ -83,7 +86,8 @@ class Scores:
         return labels.validated({name: getattr(self, name) for name in Header.model_fields})
 
     def __reduce__(self) -> tuple[Any, ...]:
-        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        # The checker refers to the model in this process.
+        values = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "checker"}
         plain = {name: dict(v) if isinstance(v, MappingProxyType) else v for name, v in values.items()}
         return _rebuild, (type(self), plain)
 
@@ -154,6 +158,9 @@ class Scores:
         unknown.
         """
         selected = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        if batch is not None or queries is not None or keys is not None:
+            # Sequences and keys are no longer those of the model's inputs.
+            selected["checker"] = None
         if layer is not None:
             selected["layers"], selected["kinds"] = (), ()
             index = self._layer_index(layer)

@@ -141,6 +141,7 @@ def _merged_groups(result: Result, groups: Sequence[Sequence[int | None]], reduc
         **labels,
         mask=None if bool(mask.all()) else mask.to(scores.device),
         extras=extras,
+        checker=None,
     )
 
 

@@ -149,7 +149,8 @@ class ExplainedLogit:
         return kept_positions(self._arguments, self._tokens[1])
 
     @property
-    def _by_token(self) -> bool:
+    def by_token(self) -> bool:
+        """Whether the traced output has logits of positions."""
         logits = self._traced
         return logits is not None and logits.ndim == 3
 
@@ -164,7 +165,7 @@ class ExplainedLogit:
 
     def _positions_of(self, target: Any) -> tuple[int, ...] | None:
         """Return the positions of a target, None for all and for class logits, which have no positions."""
-        return None if target is None or not self._by_token else tuple(self._positions(target).tolist())
+        return None if target is None or not self.by_token else tuple(self._positions(target).tolist())
 
     def _logits(
         self, output: Any, target: Any, computed: Int[Tensor, " position"] | None
