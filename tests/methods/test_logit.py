@@ -38,6 +38,9 @@ def test_each_row_is_the_target_at_its_position(side: str) -> None:
     assert not every.scores.triu(1).any()
     total = every.scores.double().sum(-1) + every.extras["bias"] + every.extras["remainder"]
     assert torch.allclose(total, every.extras["logit"], rtol=1e-6, atol=1e-9)
+    sizes = every.scores.double().abs().sum(-1) + every.extras["bias"].abs()
+    cancellation = every.extras["cancellation"] * every.extras["logit"].abs()
+    assert torch.allclose(cancellation, sizes, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("by", ["depth", "layer"])

@@ -26,7 +26,7 @@ READ = 1e-4
 """Largest share of padding, in units of the largest share of its sequence, that is rounding."""
 
 EXTRAS: Mapping[By, tuple[str, ...]] = {
-    "tokens": ("bias", "remainder", "logit", "gap"),
+    "tokens": ("bias", "remainder", "logit", "gap", "cancellation"),
     "depth": ("bias", "remainder", "logit", "gap"),
     "layer": ("bias", "part", "logit", "gap"),
 }
@@ -117,7 +117,11 @@ def _extras(shares: Shares, by: By) -> dict[str, Tensor]:
     """Return the extras of one target; those without a layer axis hold for every layer."""
     by_layer, sums = shares.parts, {"remainder": shares.remainder, "logit": shares.value}
     if by_layer is None:
-        return {**sums, "bias": shares.bias, "gap": shares.gap, "embedding": shares.embedding}
+        sizes = shares.tokens.abs().sum(-1) + shares.bias.abs()
+        # A row without shares has no cancellation: its ratio is 0, not 0 / 0.
+        ratio = sizes / shares.value.abs().clamp_min(torch.finfo(shares.value.dtype).tiny)
+        sums = {**sums, "bias": shares.bias, "gap": shares.gap, "cancellation": ratio}
+        return {**sums, "embedding": shares.embedding}
     if by == "layer":
         return {"bias": by_layer.bias, "part": by_layer.value, "logit": shares.value, "gap": by_layer.gap}
     total = by_layer.tokens.sum(-1) + by_layer.bias + shares.remainder

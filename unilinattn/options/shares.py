@@ -24,7 +24,8 @@ class Logit(SharesOptions):
     it and the sum of the parts.
 
     - by="tokens": shares + bias + remainder = logit. The extra `embedding`, with the axes of the scores, is the part of
-      each share from constants that are added to the token's embedding, such as its position.
+      each share from constants that are added to the token's embedding, such as its position. `cancellation` is the
+      ratio (sum |shares| + |bias|) / |logit|: 1 if all have one sign, large if shares cancel.
     - by="depth": row l has the shares of the stream that enters the block of layer l, and `bias` those of the constants
       that are added later: shares + bias + remainder = logit in every row.
     - by="layer": row l has sum_i g_i . T_ij x_j, where g is the gradient at the output y of layer l and x its input,
