@@ -7,7 +7,8 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from unilinattn.errors import InputError
-from unilinattn.results.boards import beneath, cell, explained, explained_by_model, heads_sentence
+from unilinattn.results.boards import beneath, cell, heads_sentence
+from unilinattn.results.explained import explained, explained_by_model
 from unilinattn.results.panels import fitting_pattern
 from unilinattn.results.scores import Scores, axes_text, count_kinds
 from unilinattn.results.table import ScoreTable
