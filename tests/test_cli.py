@@ -18,6 +18,7 @@ from unilinattn.evaluation.checkpoints import load_checkpoint
 from unilinattn.evaluation.trained import Counts
 from unilinattn.examples import names
 from unilinattn.results.attribution import Attribution
+from unilinattn.results.summary import fact_lines
 
 WORDS = ["[UNK]", "<s>", "the", "cat", "sat", "on", "a", "mat"]
 TEXT = "the cat sat on a mat"
@@ -152,6 +153,8 @@ def test_the_default_is_logit_whose_parts_add_up(
     assert result.method == "logit" and result.dims == ("batch", "key")
     printed = capsys.readouterr().out
     assert "logit: scores for position 5 ' mat', all layers" in printed
+    facts = [f"  {line}" for line in fact_lines(result)]
+    assert "\n".join(facts) in printed and any(line.startswith("  bias ") for line in facts)
     tokens, bias, value = (float(x) for x in re.search(r"tokens (\S+) \+ biases (\S+) = (\S+), the", printed).groups())
     assert tokens + bias == pytest.approx(value, rel=1e-3, abs=1e-3)
     assert value == pytest.approx(float(result.extras["logit"][0]), rel=1e-3)

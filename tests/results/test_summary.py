@@ -61,7 +61,7 @@ def test_a_shipped_example_answers_in_twelve_lines(method: str, model: str) -> N
     result = ula.explain(load("induction", model), ids, method=method, target=-1)
     text = repr(result)
     assert len(text.splitlines()) <= 12
-    centred = ", centred (less the mean of all logits)," if method == "attn_lrp" else ""
+    centred = ", centred," if method == "attn_lrp" else ""
     value = float(result.extras["logit"])
     assert f"explains the logit of the model's prediction{centred} at position 47 = {value:.4g}\n" in text
     best = np.argsort(-result.scores[0].abs().numpy())[:5].tolist()
@@ -80,8 +80,7 @@ def test_a_shipped_example_answers_in_twelve_lines(method: str, model: str) -> N
 def test_the_text_of_a_sink_and_of_two_parts() -> None:
     assert repr(of_target(sinks=[[0]], warnings=(SINK,))).splitlines() == [
         "Attribution: attn_lrp of tiny",
-        "  explains the logit of the model's prediction ' Paris', centred (less the mean of all logits), at position 5 "
-        "' is' = 17.43",
+        "  explains the logit of the model's prediction ' Paris', centred, at position 5 ' is' = 17.43",
         "  largest  4 ' France'  2 ' capital'  1 ' The'  3 ' of'  5 ' is'",
         "  score            3.5         -1.25       0.5     0.25    0.125",
         "  content         1.75        -0.625      0.25    0.125   0.0625",
@@ -204,5 +203,5 @@ def test_an_old_file_prints(tmp_path: Path) -> None:
     save_file(load_file(path), tmp_path / "old", metadata | {"header": json.dumps(header)})
     old = Attribution.load(tmp_path / "old")
     assert old.logit_names is None and old.sinks is None
-    assert "the model's prediction, centred (less the mean of all logits), at position 5 ' is' = 17.43" in repr(old)
+    assert "the model's prediction, centred, at position 5 ' is' = 17.43" in repr(old)
     assert "bias 0\n" in repr(old) and "cancellation" not in repr(old)

@@ -6,6 +6,9 @@ from unilinattn.results.panels import one_sequence, target_key
 from unilinattn.results.scores import Scores
 from unilinattn.viz.colours import isolated, shown
 
+Quote = Callable[[str], str]
+"""Turns a token's text into words of a sentence."""
+
 LONGEST = 24
 """Characters of a token's text in lines of plain text; longer texts are cut."""
 
@@ -13,6 +16,11 @@ LONGEST = 24
 def quoted(text: str, length: int = LONGEST) -> str:
     """Return a token's text as a Python string, cut after `length` characters."""
     return repr(text) if len(text) <= length else f"{text[:length]!r}..."
+
+
+def marked(text: str) -> str:
+    """Return a token's text in the quotes of a page, apart from the direction of the text around it."""
+    return f"“{isolated(shown(text))}”"
 
 
 def explained_by_model(results: Mapping[str, Mapping[str, Scores]], batch: int = 0) -> list[str]:
@@ -31,14 +39,18 @@ def explained_by_model(results: Mapping[str, Mapping[str, Scores]], batch: int =
 
 def explained(result: Scores, batch: int = 0) -> str:
     """Return a sentence on the explained value of a sequence for a page, empty if it is not recorded."""
-    clause = explained_clause(result, batch, lambda text: f"“{isolated(shown(text))}”")
+    return sentence(explained_clause(result, batch, marked))
+
+
+def sentence(clause: str) -> str:
+    """Return a clause as a sentence; an empty one stays empty."""
     return f"{clause[0].upper()}{clause[1:]}." if clause else ""
 
 
-def explained_clause(result: Scores, batch: int = 0, quote: Callable[[str], str] = quoted) -> str:
+def explained_clause(result: Scores, batch: int = 0, quote: Quote = quoted) -> str:
     """Return the explained value of a sequence: the target, its token and the logit, where recorded.
 
-    `quote` turns the text of a token into that of the clause.
+    A centred logit is one less the mean of all logits. `quote` turns the text of a token into that of the clause.
     """
     single = one_sequence(result, batch)
     where = _where(result, single, batch, quote)
@@ -61,7 +73,7 @@ def explained_clause(result: Scores, batch: int = 0, quote: Callable[[str], str]
     elif choice is not None:
         subject = f"the function {choice}"
     if result.options.get("centered") and (choice is None or isinstance(choice, int)):
-        subject += ", centred (less the mean of all logits),"
+        subject += ", centred,"
     equal = "" if (number := only_number(single, "logit")) is None else f" = {number:.4g}"
     return f"explains {subject} {where}".rstrip(" ,") + equal
 
@@ -77,7 +89,7 @@ def _count(single: Scores) -> int:
     return single.sizes["key"] if single.mask is None else int(single.mask[0].sum())
 
 
-def _where(result: Scores, single: Scores, batch: int, quote: Callable[[str], str]) -> str:
+def _where(result: Scores, single: Scores, batch: int, quote: Quote) -> str:
     """Return the position of the target and its token."""
     if "query" in result.dims:
         return "for each query"

@@ -1,6 +1,7 @@
 """Matplotlib figures of results, made without pyplot, which would change global state."""
 
 import io
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +15,7 @@ from torch import Tensor
 from unilinattn.errors import InputError, OptionError, nearest
 from unilinattn.optional import import_extra
 from unilinattn.results.boards import beneath
+from unilinattn.results.explained import explained_clause
 from unilinattn.results.panels import MOST_HEADS, Panel, fitting_pattern, heads_note, largest_heads, panels
 from unilinattn.results.scores import Scores, count_kinds
 from unilinattn.results.table import ScoreTable
@@ -93,7 +95,8 @@ def attribution(
     of = f" of {result.model}" if result.model else ""
     scope = f", scope {result.scope}" if result.scope else ""
     where = f", {drawn[0].title}" if by_head and len(layers) == 1 else ""
-    title = _math_free("\n".join(line for line in (f"{result.method}{of}{scope}{where}", note) if line))
+    heading = [f"{result.method}{of}{scope}{where}", *_value_lines(result, batch, figure), note]
+    title = _math_free("\n".join(line for line in heading if line))
     figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=12, fontweight="bold")
     _colour_bar(figure, list(grid.flat), style, lying=strips)
     if expected is not None:
@@ -169,6 +172,14 @@ def comparison(
     if any(panel.expected is not None for panel in every):
         _key(figure)
     return figure
+
+
+def _value_lines(result: Scores, batch: int, figure: "Figure") -> list[str]:
+    """Return the lines of a title that name the explained logit of a target."""
+    if "query" in result.dims or "logit" not in result.options:
+        return []
+    # Ten letters of the title are about an inch wide.
+    return textwrap.wrap(explained_clause(result, batch).removeprefix("explains the "), int(10 * figure.get_figwidth()))
 
 
 def _drawn(result: Scores, batch: int, expected: Bool[Tensor, "..."] | None) -> tuple[tuple[Panel, ...], str]:

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from unilinattn.results.explained import quoted
+from unilinattn.results.explained import Quote, quoted
 from unilinattn.results.panels import one_sequence, patch_names, patch_positions, target_key
 from unilinattn.results.scores import Scores
 from unilinattn.results.streams import slots
@@ -51,9 +51,9 @@ class Ranking:
     sinks: tuple[Ranked, ...]
 
 
-def ranking(result: Scores, batch: int = 0, count: int = TOP) -> Ranking:
-    """Return the `count` largest scores of a sequence, and those of its attention sinks."""
-    labels = SequenceLabels.of(result, batch)
+def ranking(result: Scores, batch: int = 0, *, count: int = TOP, quote: Quote = quoted) -> Ranking:
+    """Return the `count` largest scores of a sequence, and those of its attention sinks; `quote` shows their texts."""
+    labels = SequenceLabels.of(result, batch, quote)
     single = labels.single
     parts = [name for name in PARTS if name in single.extras and single.extras[name].shape == single.scores.shape]
     tensors = [single.scores, *(single.extras[name] for name in parts)]
@@ -92,6 +92,7 @@ class SequenceLabels:
         rows: True at the queries that are no padding; a result without a query axis has one.
         own: the key that is the query's own token, -1 if it is none.
         pairs: whether scores have a query, a layer or a head.
+        quote: shows the text of a token.
     """
 
     single: Scores
@@ -99,9 +100,10 @@ class SequenceLabels:
     rows: Bool[np.ndarray, " query"]
     own: Int[np.ndarray, " query"]
     pairs: bool
+    quote: Quote
 
     @classmethod
-    def of(cls, result: Scores, batch: int) -> "SequenceLabels":
+    def of(cls, result: Scores, batch: int, quote: Quote) -> "SequenceLabels":
         """Return the labels of a sequence."""
         single = one_sequence(result, batch)
         keys, queries = single.sizes["key"], single.sizes.get("query", 1)
@@ -116,7 +118,7 @@ class SequenceLabels:
         elif single.streams and len(single.streams["query"]) == 1:
             slot = slots(single.streams["key"]).get(next(iter(single.streams["query"])))
             own = own if slot is None else np.arange(slot.start, slot.stop)
-        return cls(single, real, rows, own, single.dims != ("key",))
+        return cls(single, real, rows, own, single.dims != ("key",), quote)
 
     def name(self, index: Index) -> str:
         """Return the layer, head, query and key of a score: "h.0, head 2, 4 ' is' <- 0 'The'"."""
@@ -140,7 +142,7 @@ class SequenceLabels:
         """Return the position of a key, counted over real tokens, and its text; of an image its patch."""
         if self.single.grid is not None and self.single.tokens is None:
             return patch_names(self.single, patch_positions(self.single))[key]
-        return _labelled(int(self.real[:key].sum()), key, self.single.tokens)
+        return self._labelled(int(self.real[:key].sum()), key, self.single.tokens)
 
     def query(self, query: int) -> str:
         """Return the position of a query and its text."""
@@ -150,11 +152,10 @@ class SequenceLabels:
         # Queries with texts of one stream are those of generated tokens, the last keys.
         generated = single.query_tokens is not None and not single.streams
         first = len(self.real) - len(self.rows) if generated else 0
-        return _labelled(first + query, query, single.query_tokens)
+        return self._labelled(first + query, query, single.query_tokens)
 
-
-def _labelled(position: int, index: int, tokens: Sequence[Sequence[str]] | None) -> str:
-    return str(position) if tokens is None else f"{position} {quoted(tokens[0][index])}"
+    def _labelled(self, position: int, index: int, tokens: Sequence[Sequence[str]] | None) -> str:
+        return str(position) if tokens is None else f"{position} {self.quote(tokens[0][index])}"
 
 
 def _chunks(labels: SequenceLabels) -> Iterator[tuple[list[Index], Float[Tensor, "row key"]]]:

@@ -1,13 +1,15 @@
 """The facts of a result in plain text: its explained value, its largest scores, its sums and its errors."""
 
 from unilinattn.aligned import aligned
-from unilinattn.results.explained import explained_clause, only_number
+from unilinattn.results.explained import Quote, explained_clause, only_number, quoted
 from unilinattn.results.panels import one_sequence
 from unilinattn.results.ranking import Ranked, Ranking, SequenceLabels, ranking
 from unilinattn.results.scores import Scores, axes_text, count_kinds, largest_error
 
 CANCELS = 10
 """Ratio of the sizes to the size of their sum from which words name the cancellation."""
+
+SINKS = "attention sinks, not ranked"
 
 MOST_SINKS = 4
 """Largest number of attention sinks that a line names."""
@@ -40,7 +42,8 @@ def fact_lines(result: Scores, batch: int = 0) -> list[str]:
     if (sequences := result.sizes.get("batch", 1)) > 1:
         clause = f"sequence {batch} of {sequences}{f': {clause}' if clause else ''}"
     ranks = ranking(result, batch)
-    lines = [clause, *_table(ranks).split("\n"), sinks_line(ranks)]
+    sinks = sink_names(ranks)
+    lines = [clause, *_table(ranks).split("\n"), f"{SINKS}: {sinks}" if sinks else ""]
     lines.append(", ".join(f"{name} {value}" for name, value in sums(result, batch).items()))
     lines.append(cancellation(result, batch))
     return [line for line in lines if line]
@@ -58,12 +61,12 @@ def sums(result: Scores, batch: int = 0) -> dict[str, str]:
     return entries
 
 
-def cancellation(result: Scores, batch: int = 0) -> str:
+def cancellation(result: Scores, batch: int = 0, quote: Quote = quoted) -> str:
     """Return a clause on the row of a sequence whose shares or vectors cancel most, empty up to a ratio of `CANCELS`.
 
     Shares of a logit are numbers, which it names; `latim` and `alti` record the ratio of norms of vectors.
     """
-    labels = SequenceLabels.of(result, batch)
+    labels = SequenceLabels.of(result, batch, quote)
     single = labels.single
     ratio = single.extras.get("cancellation")
     if ratio is None or ratio.ndim != single.scores.ndim - 1 or not ratio.numel():
@@ -83,13 +86,16 @@ def cancellation(result: Scores, batch: int = 0) -> str:
     return f"shares cancel{where}: {', '.join(first)} and {last} make a logit of {value:.3g}"
 
 
-def sinks_line(ranks: Ranking) -> str:
-    """Return a line on the attention sinks with their scores, empty without any."""
-    if not ranks.sinks:
-        return ""
+def sink_names(ranks: Ranking) -> str:
+    """Return the attention sinks with their scores, empty without any."""
     more = f" and {len(ranks.sinks) - MOST_SINKS} more" if len(ranks.sinks) > MOST_SINKS else ""
     names = ", ".join(_with_numbers(sink, ranks) for sink in ranks.sinks[:MOST_SINKS])
-    return f"attention sinks, not ranked: {names}{more}"
+    return f"{names}{more}"
+
+
+def nothing_ranked(ranks: Ranking) -> str:
+    """Return a clause for a ranking without entries."""
+    return "no scores but zero" + (" and those of attention sinks" if ranks.sinks else "")
 
 
 def _with_numbers(entry: Ranked, ranks: Ranking) -> str:
@@ -101,7 +107,7 @@ def _with_numbers(entry: Ranked, ranks: Ranking) -> str:
 def _table(ranks: Ranking) -> str:
     """Return the largest scores: keys side by side, and pairs one under the other."""
     if not ranks.top:
-        return "no scores but zero" + (" and those of attention sinks" if ranks.sinks else "")
+        return nothing_ranked(ranks)
     rows = [(entry.name, *(f"{number:.3g}" for number in entry.numbers)) for entry in ranks.top]
     heads = ("largest", *ranks.columns)
     if ranks.pairs:
