@@ -179,7 +179,9 @@ def test_the_printed_scores_are_those_of_the_saved_result(
     result = Attribution.load(out)
     assert result.options["p"] == 1 and result.options["target"] == 3
     assert result.tokens == (tuple(re.findall(r" ?\S+", TEXT)),)
-    printed = [float(line.split()[-2]) for line in capsys.readouterr().out.splitlines() if "' sat'" in line]
+    printed = [
+        float(line.split()[-2]) for line in capsys.readouterr().out.splitlines() if re.match(r" +2 +' sat'", line)
+    ]
     assert printed == pytest.approx([float(result.scores[1, 0, 2])], rel=1e-3)
     assert result.scores[:, 0, 4:].abs().max() == 0
 
@@ -192,7 +194,7 @@ def test_explain_prints_the_mean_over_heads(checkpoints: Path, tmp_path: Path, c
     assert result.dims == ("layer", "batch", "head", "key") and result.heads == (0, 2)
     lines = capsys.readouterr().out.splitlines()
     assert any(line.endswith("backbone.layers.1.mixer, mean over 2 channels") for line in lines)
-    printed = [float(line.split()[-2]) for line in lines if "' sat'" in line]
+    printed = [float(line.split()[-2]) for line in lines if re.match(r" +2 +' sat'", line)]
     assert printed == pytest.approx([float(result.scores[1, 0, :, 2].mean())], rel=1e-3)
 
 

@@ -162,11 +162,12 @@ def _chunks(labels: SequenceLabels) -> Iterator[tuple[list[Index], Float[Tensor,
     """Yield the sizes of some rows of a layer and head, zero where they are not ranked, and the index of each row."""
     single = labels.single
     leading = [range(size) for axis, size in single.sizes.items() if axis not in ("query", "key")]
+    dtype = torch.promote_types(single.scores.dtype, torch.float32)
     height = max(1, CHUNK // single.sizes["key"])
     for index in product(*leading):
         rows = single.scores[index].reshape(-1, single.sizes["key"])
         for first in range(0, len(rows), height):
-            sizes = rows[first : first + height].cpu().double().abs().nan_to_num(0.0)
+            sizes = rows[first : first + height].cpu().to(dtype).abs().nan_to_num(0.0)
             chunk = slice(first, first + len(sizes))
             sizes[~torch.from_numpy(labels.rows[chunk])] = 0
             own = torch.from_numpy(labels.own[chunk])
