@@ -139,7 +139,7 @@ def test_the_head_of_a_page_has_the_largest_scores_the_sums_and_the_sinks() -> N
     assert "Largest scores of sequence 1" in second and "0 “a” 1 (content 0.5, control 0.25)" in second
     assert "Shares cancel: -5 (bias), 3 and 2 make a logit of 1." in second
     compared = Comparison({"m": {"logit": result}}).to_html()
-    assert "m, logit: Shares cancel: 43.5, -40.2 and -2.75 make a logit of 1." in compared
+    assert "m, logit: shares cancel: 43.5, -40.2 and -2.75 make a logit of 1." in compared
     assert "No scores but zero and those of attention sinks." in head_of(of_target(sinks=[[0, 1, 2, 3], []]))
 
 

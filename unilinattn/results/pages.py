@@ -64,8 +64,12 @@ def comparison(
     lead += "".join(
         paragraph(f"{model}, {method}: {note}")
         for model, method, result in results.results()
-        for note in (heads_sentence(result, len(batches)), sentence(cancellation(result, batches[0], marked)))
-        if note
+        if (note := heads_sentence(result, len(batches)))
+    )
+    cancelling = "".join(
+        paragraph(f"{model}, {method}: {clause}.")
+        for model, method, result in results.results()
+        if (clause := cancellation(result, batches[0], marked))
     )
     methods: dict[tuple[str, str], list[str]] = {}
     for model, method, result in results.results():
@@ -73,7 +77,7 @@ def comparison(
             methods.setdefault((model, message), []).append(method)
     alerts = "".join(warning(f"{model}, {', '.join(names)}: {message}") for (model, message), names in methods.items())
     drawn = board(cells, columns=kinds, layer_hint="compare fewer results for all scores")
-    return lead + alerts + drawn + _table(results)
+    return lead + alerts + drawn + cancelling + _table(results)
 
 
 def _shown(result: Scores, batch: int | Sequence[int], expected: Tensor | None, image: Any) -> str:
