@@ -18,6 +18,7 @@ from unilinattn.evaluation.checkpoints import load_checkpoint
 from unilinattn.evaluation.trained import Counts
 from unilinattn.examples import names
 from unilinattn.results.attribution import Attribution
+from unilinattn.results.summary import fact_lines
 
 WORDS = ["[UNK]", "<s>", "the", "cat", "sat", "on", "a", "mat"]
 TEXT = "the cat sat on a mat"
@@ -152,6 +153,8 @@ def test_the_default_is_logit_whose_parts_add_up(
     assert result.method == "logit" and result.dims == ("batch", "key")
     printed = capsys.readouterr().out
     assert "logit: scores for position 5 ' mat', all layers" in printed
+    facts = [f"  {line}" for line in fact_lines(result)]
+    assert "\n".join(facts) in printed and any(line.startswith("  bias ") for line in facts)
     tokens, bias, value = (float(x) for x in re.search(r"tokens (\S+) \+ biases (\S+) = (\S+), the", printed).groups())
     assert tokens + bias == pytest.approx(value, rel=1e-3, abs=1e-3)
     assert value == pytest.approx(float(result.extras["logit"][0]), rel=1e-3)
@@ -176,7 +179,9 @@ def test_the_printed_scores_are_those_of_the_saved_result(
     result = Attribution.load(out)
     assert result.options["p"] == 1 and result.options["target"] == 3
     assert result.tokens == (tuple(re.findall(r" ?\S+", TEXT)),)
-    printed = [float(line.split()[-2]) for line in capsys.readouterr().out.splitlines() if "' sat'" in line]
+    printed = [
+        float(line.split()[-2]) for line in capsys.readouterr().out.splitlines() if re.match(r" +2 +' sat'", line)
+    ]
     assert printed == pytest.approx([float(result.scores[1, 0, 2])], rel=1e-3)
     assert result.scores[:, 0, 4:].abs().max() == 0
 
@@ -189,7 +194,7 @@ def test_explain_prints_the_mean_over_heads(checkpoints: Path, tmp_path: Path, c
     assert result.dims == ("layer", "batch", "head", "key") and result.heads == (0, 2)
     lines = capsys.readouterr().out.splitlines()
     assert any(line.endswith("backbone.layers.1.mixer, mean over 2 channels") for line in lines)
-    printed = [float(line.split()[-2]) for line in lines if "' sat'" in line]
+    printed = [float(line.split()[-2]) for line in lines if re.match(r" +2 +' sat'", line)]
     assert printed == pytest.approx([float(result.scores[1, 0, :, 2].mean())], rel=1e-3)
 
 

@@ -95,6 +95,7 @@ def test_scores_are_those_of_the_formula(name: str, padding: str) -> None:
     assert relative_error(result.extras["logit"], logits * real) <= 1e-12
     # Completeness: rows of R sum to 1, and these hosts mask their padding.
     size = expected.abs().sum(-1) + result.extras["bias"].abs()
+    assert close(result.extras["cancellation"] * logits.abs(), size)
     assert (result.extras["gap"] <= 1e-10 * size)[real].all()
     assert relative_error((expected.sum(-1) + biases + constant) * real, logits * real) <= 1e-10
     last = explained(name, padding, logit=token, target=-1)

@@ -214,7 +214,7 @@ def test_the_convergence_delta_is_reported() -> None:
     for name, expected in {"delta": missed, "logit": end, "baseline": start}.items():
         assert torch.allclose(result.extras[name], expected, rtol=LIMIT)
     assert result.completeness_gap == pytest.approx(float((missed / (end - start)).abs().max()), rel=1e-8)
-    assert f"completeness gap: {result.completeness_gap:.1e}" in repr(result)
+    assert f"completeness gap {result.completeness_gap:.1e}" in repr(result)
     assert fine.completeness_gap is not None and fine.completeness_gap < 1e-3 < result.completeness_gap
 
 

@@ -38,6 +38,9 @@ def test_each_row_is_the_target_at_its_position(side: str) -> None:
     assert not every.scores.triu(1).any()
     total = every.scores.double().sum(-1) + every.extras["bias"] + every.extras["remainder"]
     assert torch.allclose(total, every.extras["logit"], rtol=1e-6, atol=1e-9)
+    sizes = every.scores.double().abs().sum(-1) + every.extras["bias"].abs()
+    cancellation = every.extras["cancellation"] * every.extras["logit"].abs()
+    assert torch.allclose(cancellation, sizes, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("by", ["depth", "layer"])
@@ -63,6 +66,8 @@ def test_rows_by_depth_and_by_layer_add_up(side: str, by: str) -> None:
         # Llama adds nothing to the tokens' embeddings.
         assert torch.allclose(one.scores[0], plain.scores, rtol=1e-9)
         assert torch.allclose(extras["bias"][0], plain.extras["bias"])
+        sizes = one.scores.double().abs().sum(-1) + extras["bias"].abs()
+        assert torch.allclose(extras["cancellation"] * extras["logit"].abs(), sizes, rtol=1e-6, atol=1e-9)
     assert set(one.select(layer=0).extras) == set(extras)
     estimated = ula.estimate(trace, method="logit", by=by, target=-1)
     assert estimated.shape == tuple(one.scores.shape)

@@ -39,7 +39,9 @@ def test_a_sink_is_named_and_its_score_stays(request: pytest.FixtureRequest) -> 
     (message,) = [warning for warning in caught if warning.category is SinkWarning]
     # The checker of a thorough run adds frames.
     assert message.filename == __file__ or request.config.getoption("--thorough")
-    assert result.warnings == (str(message.message),) and f"WARNING: {result.warnings[0]}" in repr(result)
+    assert result.warnings == (str(message.message),)
+    assert "WARNING: attention sink: position 0 '<s>'\n" in repr(result) and "residual stream" not in repr(result)
+    assert f"attention sinks, not ranked: 0 '<s>' {float(result.scores[0, 0]):.3g}\n" in repr(result)
     assert result.sinks == ((0,),)
     total = result.scores.sum() + result.extras["bias"].sum()
     logit = model(IDS).logits[0, -1].max()

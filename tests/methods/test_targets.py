@@ -20,7 +20,7 @@ import unilinattn as ula
 from tests.texts import LONDON, PARIS, VOCABULARY, mamba, tokenizer
 from unilinattn.errors import InputError, OptionError, UnilinattnError
 from unilinattn.host.labels import token_text
-from unilinattn.results.boards import explained as explained_in
+from unilinattn.results.explained import explained as explained_in
 from unilinattn.viz.colours import shown
 
 SMALL = dict(vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)

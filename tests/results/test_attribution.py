@@ -44,10 +44,10 @@ class TestLabels:
         text = repr(make())
         for words in ("latim of tiny", "scope layer", "layer 2, batch 2, query 5, key 5", "float32"):
             assert words in text
-        for words in ("dense, Toeplitz", "p=inf", "3.0e-07 at worst (h.1)", "completeness gap: 1.0e-09"):
+        for words in ("dense, Toeplitz", "p=inf", "3.0e-07 at worst (h.1)", "completeness gap 1.0e-09"):
             assert words in text
         bare = Attribution(scores=torch.ones(3), dims=("key",), method="raw")
-        assert repr(bare) == "Attribution: raw\n  scores: key 3 (float32)"
+        assert repr(bare) == "Attribution: raw\n  largest  0  1  2\n  score    1  1  1\n  scores: key 3 (float32)"
 
     @pytest.mark.parametrize(
         ("changes", "words"),

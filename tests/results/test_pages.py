@@ -108,11 +108,39 @@ def test_a_result_as_a_page(tmp_path: Path) -> None:
     assert pictures(page)[0]["notes"].startswith("dense, error 1.2e-07, largest 0.")
 
 
-def test_the_picture_comes_first_and_the_tables_are_folded() -> None:
-    for page in (make().to_html(), Comparison({"a": {"raw": make()}}).to_html()):
+def test_the_picture_comes_first_and_the_other_tables_are_folded() -> None:
+    for page in (make().to_html().replace("<table>", "", 1), Comparison({"a": {"raw": make()}}).to_html()):
         body = page.split("</style>")[1]
         assert body.index('class="ula-board"') < body.index("<details>") < body.index("<table>")
         assert body.count("<table>") == body.count("<details>") == 2
+
+
+def head_of(result: Attribution, **options: Any) -> list[str]:
+    """The words of a page above its board."""
+    return Outline(result.to_html(**options).split('<div class="ula-board"')[0] + "</div></body></html>").words
+
+
+def test_the_head_of_a_page_has_the_largest_scores_the_sums_and_the_sinks() -> None:
+    scores = torch.tensor([[43.5, -40.25, 0.5, -2.75], [1.0, 2.0, 3.0, 0.0]])
+    extras = {"content": scores / 2, "control": scores / 4, "logit": torch.ones(2)}
+    extras |= {"bias": torch.tensor([0.0, -5.0]), "cancellation": torch.tensor([87.0, 11.0])}
+    options = {"logit": None, "target": -1}
+    result = of_target(scores=scores, extras=extras, options=options, sinks=[[], [0]], method="logit")
+    words = head_of(result)
+    ranked = ["key", "0 “a”", f"1 “{SPITE}”", "3 “d”", "2 “c”"]
+    at = words.index("key")
+    assert words[at : at + 5] == ranked and words[at - 1] == "Largest scores"
+    numbers = words[at + 5 :]
+    assert numbers[:5] == ["score", "43.500", "-40.250", "-2.750", "0.500"]
+    assert numbers[5:10] == ["content", "21.750", "-20.125", "-1.375", "0.250"] and numbers[10] == "control"
+    assert numbers[15:21] == ["bias", "0", "cancellation", "87", "completeness gap", "4.0e-09"]
+    assert "Shares cancel: 43.5, -40.2 and -2.75 make a logit of 1." in numbers
+    second = head_of(result, batch=[0, 1])
+    assert "Largest scores of sequence 1" in second and "0 “a” 1 (content 0.5, control 0.25)" in second
+    assert "Shares cancel: -5 (bias), 3 and 2 make a logit of 1." in second
+    compared = Comparison({"m": {"logit": result}}).to_html()
+    assert "m, logit: shares cancel: 43.5, -40.2 and -2.75 make a logit of 1." in compared
+    assert "No scores but zero and those of attention sinks." in head_of(of_target(sinks=[[0, 1, 2, 3], []]))
 
 
 def test_a_page_of_selected_sequences() -> None:

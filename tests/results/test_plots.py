@@ -111,6 +111,20 @@ def test_a_target_is_one_strip_per_layer_with_tokens_below_the_last() -> None:
     assert len(lines(figure)) == 2
 
 
+def test_the_title_of_a_target_names_its_logit() -> None:
+    extras = {"logit": torch.tensor([[1.5, 2.5]] * 2)}
+    options = {"logit": None, "target": 1}
+    result = of_target(extras=extras, options=options, logit_names=[["$p"], ["q"]], tokens=[list("abcd")] * 2)
+    for batch, words in enumerate((r"'\$p' at position 1 'b' = 1.5", "'q' at position 1 'b' = 2.5")):
+        title = result.plot(batch=batch).get_suptitle()
+        assert "logit of the model's prediction " + words in " ".join(title.split())
+    assert "position" not in make(options=options | {"target": None}).plot().get_suptitle()
+    long = result.plot()
+    long.canvas.draw()
+    (box,) = [text.get_window_extent() for text in long.findobj(Text) if text.get_text() == long.get_suptitle()]
+    assert box.x1 <= long.bbox.x1
+
+
 def test_an_image_is_a_map_of_patches() -> None:
     result = of_target(grid=(2, 2), tokens=None)
     patches = result.scores[1, 0].view(2, 2).double().numpy()

@@ -20,6 +20,7 @@ from unilinattn.methods.targets import position_of
 from unilinattn.registry import method as registered
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.panels import counts_residual
+from unilinattn.results.summary import cancellation, fact_lines
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Trace, trace
 
@@ -61,6 +62,8 @@ def run(options: argparse.Namespace) -> None:
     print(f"\n{result.method}{scope}: scores for position {position} {texts[position]!r}, {column}")
     if (following := _prediction(observed, position, tokenizer)) is not None:
         print(f"the model predicts {following!r} after it")
+    for line in fact_lines(result):
+        print(f"  {line}")
     label = "the token itself and the residual stream" if counts_residual(result) else "the token itself"
     sinks = () if result.sinks is None else result.sinks[0]
     print(bar_chart(texts, scores, position, label, sinks))
@@ -103,6 +106,8 @@ def _run_generation(options: argparse.Namespace) -> None:
         named = "   ".join(f"{texts[key]!r} {float(row[key]):.3g}" for key in ranking[:LARGEST])
         rows.append((f"{position:>4}", repr(text), named or NO_OTHERS))
     print(aligned(rows, indent=2))
+    if cancels := cancellation(result):
+        print(f"  {cancels}")
     _finish(result, options.out)
 
 

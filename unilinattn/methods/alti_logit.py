@@ -11,7 +11,7 @@ from unilinattn.errors import ExactnessError, UncoveredError
 from unilinattn.frozen.run import frozen
 from unilinattn.memory import reserved
 from unilinattn.methods.alti import mixing
-from unilinattn.methods.logit import write_rows
+from unilinattn.methods.logit import share_cancellation, write_rows
 from unilinattn.options import Alti, AltiLogit
 from unilinattn.progress import progress
 from unilinattn.registry import register_method
@@ -38,7 +38,7 @@ from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Target, Trace
 
 NAME = "alti_logit"
-EXTRAS = ("bias", "remainder", "logit", "gap")
+EXTRAS = ("bias", "remainder", "logit", "gap", "cancellation")
 """Extras of a result, one number for each row."""
 
 
@@ -70,6 +70,7 @@ def alti_logit(trace: Trace, options: AltiLogit, *, target: Target | None = None
     extras["bias"] += biases
     total = scores.double().sum(-1) + extras["bias"] + extras["remainder"]
     extras["gap"] = (total - extras["logit"]).abs()
+    extras["cancellation"] = share_cancellation(scores, extras["bias"], extras["logit"])
     _require_complete(trace, layers, scores, extras)
     gap = relative_gap(extras["gap"], extras["logit"])
     return scoring.result(scores, scope="layer", extras=extras, completeness_gap=gap, stream_error=errors)

@@ -26,8 +26,8 @@ READ = 1e-4
 """Largest share of padding, in units of the largest share of its sequence, that is rounding."""
 
 EXTRAS: Mapping[By, tuple[str, ...]] = {
-    "tokens": ("bias", "remainder", "logit", "gap"),
-    "depth": ("bias", "remainder", "logit", "gap"),
+    "tokens": ("bias", "remainder", "logit", "gap", "cancellation"),
+    "depth": ("bias", "remainder", "logit", "gap", "cancellation"),
     "layer": ("bias", "part", "logit", "gap"),
 }
 """The extras with the axes of the scores but `key`."""
@@ -125,11 +125,22 @@ def _extras(shares: Shares, by: By) -> dict[str, Tensor]:
     """Return the extras of one target; those without a layer axis hold for every layer."""
     by_layer, sums = shares.parts, {"remainder": shares.remainder, "logit": shares.value}
     if by_layer is None:
-        return {**sums, "bias": shares.bias, "gap": shares.gap, "embedding": shares.embedding}
+        ratio = share_cancellation(shares.tokens, shares.bias, shares.value)
+        sums = {**sums, "bias": shares.bias, "gap": shares.gap, "cancellation": ratio}
+        return {**sums, "embedding": shares.embedding}
     if by == "layer":
         return {"bias": by_layer.bias, "part": by_layer.value, "logit": shares.value, "gap": by_layer.gap}
     total = by_layer.tokens.sum(-1) + by_layer.bias + shares.remainder
-    return {**sums, "bias": by_layer.bias, "gap": (total - shares.value).abs()}
+    ratio = share_cancellation(by_layer.tokens, by_layer.bias, shares.value)
+    return {**sums, "bias": by_layer.bias, "gap": (total - shares.value).abs(), "cancellation": ratio}
+
+
+def share_cancellation(
+    shares: Float[Tensor, "*row key"], bias: Float[Tensor, "*row"], value: Float[Tensor, "*#row"]
+) -> Float[Tensor, "*row"]:
+    """Return (sum |shares| + |bias|) / |value|: 1 if all have one sign, large if they cancel, 0 without any."""
+    sizes = shares.double().abs().sum(-1) + bias.double().abs()
+    return sizes / value.double().abs().clamp_min(torch.finfo(torch.float64).tiny)
 
 
 def write_rows(

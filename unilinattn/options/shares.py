@@ -24,9 +24,10 @@ class Logit(SharesOptions):
     it and the sum of the parts.
 
     - by="tokens": shares + bias + remainder = logit. The extra `embedding`, with the axes of the scores, is the part of
-      each share from constants that are added to the token's embedding, such as its position.
+      each share from constants that are added to the token's embedding, such as its position. `cancellation` is the
+      ratio (sum |shares| + |bias|) / |logit|: 1 if all have one sign, large if shares cancel.
     - by="depth": row l has the shares of the stream that enters the block of layer l, and `bias` those of the constants
-      that are added later: shares + bias + remainder = logit in every row.
+      that are added later: shares + bias + remainder = logit in every row, and `cancellation` is the ratio of the row.
     - by="layer": row l has sum_i g_i . T_ij x_j, where g is the gradient at the output y of layer l and x its input,
       and `bias` is sum_i g_i . b_i: shares + bias = `part`, the part sum_i g_i . y_i of the logit that passes through
       the layer. Parts of several layers overlap, since what passes through one layer may pass through later ones.
@@ -131,9 +132,9 @@ class AltiLogit(ScalarOptions):
 
     Scores: (batch, query, key), without `query` for a target. Extras, with the same axes but `key`: `bias`, the
     biases of the layers, of the final norm and of the head; `remainder`, the part that is not linear in the output,
-    zero for a logit; `logit`, the value that scores, bias and remainder add up to; and `gap`, the absolute difference
-    between it and their sum. `completeness_gap` is the largest gap relative to the logit. If a host does not mask
-    padding, the contributions of padding are part of the gap.
+    zero for a logit; `logit`, the value that scores, bias and remainder add up to; `gap`, the absolute difference
+    between it and their sum; and `cancellation`, (sum |scores| + |bias|) / |logit|. `completeness_gap` is the largest
+    gap relative to the logit. If a host does not mask padding, the contributions of padding are part of the gap.
 
     Raises `OptionError` for an unknown option or value, `InputError` for a model without logits, `UncoveredError`
     for a layer without a residual stream outside its module, for a stream that is normed between layers (post-norm)

@@ -13,6 +13,7 @@ from unilinattn.results import pages, plots
 from unilinattn.results.check import Check
 from unilinattn.results.file import write_text
 from unilinattn.results.scores import Scores
+from unilinattn.results.summary import described
 from unilinattn.results.words import merged_spans, merged_words
 from unilinattn.viz import blocks
 
@@ -73,6 +74,10 @@ class Attribution(Scores):
 
     Raises `InputError` if a label does not fit the scores.
     """
+
+    def __repr__(self) -> str:
+        """Show the explained value, the largest scores, their sums, errors, axes and options, of the first sequence."""
+        return described(self)
 
     def words(self, reduce: str = "sum") -> Self:
         """Return the result with the tokens of each word merged: one key, and one query, for each word.

@@ -17,13 +17,14 @@ from unilinattn.results.panels import (
     largest_heads,
     one_sequence,
     panels,
+    patch_names,
     patch_positions,
     sink_columns,
     target_key,
 )
 from unilinattn.results.scores import Scores, extra_dims, score_array
 from unilinattn.viz.board import Cell, Picture
-from unilinattn.viz.colours import Array, isolated, shown
+from unilinattn.viz.colours import Array
 from unilinattn.viz.image import pixels
 from unilinattn.viz.packing import MOST_CELLS, stored_cells
 
@@ -117,58 +118,6 @@ def beneath(results: Iterable[Scores], image: Any) -> Array | None:
     return [pixels(image, grid) for grid in grids][-1]
 
 
-def explained(result: Scores, batch: int = 0) -> str:
-    """Return a sentence on the explained value of a sequence: target, its token and the logit, where recorded."""
-    single = one_sequence(result, batch)
-    tokens = None if single.tokens is None else single.tokens[0]
-    if single.mask is not None and tokens is not None:
-        tokens = [text for text, real in zip(tokens, single.mask[0].tolist(), strict=True) if real]
-    count = single.sizes["key"] if single.mask is None else int(single.mask[0].sum())
-    position = None if "query" in result.dims else target_key(result, batch, count)
-    if position is None:
-        where = "for each query" if "query" in result.dims else ""
-    else:
-        where = f"at position {position}" + ("" if tokens is None else f" “{isolated(shown(tokens[position]))}”")
-        where += ", the class token" if result.cls and position in result.cls else ""
-    if "logit" not in result.options:
-        return f"Scores of the keys {where}." if where else ""
-    choice, value = result.options["logit"], single.extras.get("logit")
-    names = (
-        [""] * 2 if single.logit_names is None else [f" “{isolated(shown(name))}”" for name in single.logit_names[0]]
-    )
-    unit = "token" if result.grid is None else "class"
-    if unit == "class" and value is not None and position not in (result.cls or ()):
-        # The logits of classes have no position.
-        where = ""
-    what = f"the logit of the model's prediction{names[0]}"
-    if isinstance(choice, int):
-        what = f"the logit of {unit} {choice}{names[0]}"
-    elif isinstance(choice, list) and "query" in result.dims:
-        what = "the logit of the generated token"
-    elif isinstance(choice, list):
-        first, second = (f"{index}{name}" for index, name in zip(choice, names, strict=True))
-        what = f"the difference of the logits of {'classes' if unit == 'class' else 'tokens'} {first} and {second}"
-    elif choice is not None:
-        what = f"the function {choice}"
-    numbers = {f"{number:.4g}" for number in value.flatten().tolist()} if value is not None else set()
-    equal = f" = {numbers.pop()}" if len(numbers) == 1 else ""
-    return f"Explains {what} {where}".rstrip() + f"{equal}."
-
-
-def explained_by_model(results: Mapping[str, Mapping[str, Scores]], batch: int = 0) -> list[str]:
-    """Return the sentences on the explained values of models: one for all, or one for each model.
-
-    A model's sentence is that of its methods that explain a logit, if there are any.
-    """
-    sentences = {}
-    for model, methods in results.items():
-        named = [result for result in methods.values() if "logit" in result.options] or list(methods.values())
-        sentences[model] = " ".join(dict.fromkeys(filter(None, (explained(result, batch) for result in named))))
-    if len(set(sentences.values())) == 1:
-        return list(filter(None, sentences.values()))[:1]
-    return [f"{model}: {sentence}" for model, sentence in sentences.items() if sentence]
-
-
 def _picture(panel: Panel, numbers: Mapping[str, Sequence[float]], sequence: int, **changes: Any) -> Picture:
     """Return the picture of a panel, with its own labels but for `changes`."""
     picture = Picture(
@@ -216,7 +165,7 @@ def _labels(
     patches = None if single.grid is None else patch_positions(single)
     if made[0].kind == "matrix" or patches is None:
         return [{"row_tokens": panel.row_tokens, "grid": single.grid, "places": patches} for panel in made]
-    tokens = _patch_names(single, patches) if single.tokens is None else single.tokens[0]
+    tokens = patch_names(single, patches) if single.tokens is None else single.tokens[0]
     scores = score_array(single).astype(np.float64)
     if heads is not None:
         by_layer = scores.reshape(len(heads), -1, scores.shape[-1])
@@ -229,15 +178,6 @@ def _labels(
             pattern[0, patches] = panel.expected.ravel()
         labels.append({**shared, "values": values, "expected": pattern})
     return labels
-
-
-def _patch_names(single: Scores, places: Sequence[int]) -> list[str]:
-    """Return the row and column of each patch, and the names of the other keys."""
-    assert single.grid is not None
-    names = ["[CLS]" if key in (single.cls or ()) else f"token {key}" for key in range(single.sizes["key"])]
-    for index, key in enumerate(places):
-        names[key] = f"({index // single.grid[1]}, {index % single.grid[1]})"
-    return names
 
 
 def _facts(single: Scores, made: Sequence[Panel]) -> list[Numbers]:

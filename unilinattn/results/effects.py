@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from unilinattn.aligned import aligned
+from unilinattn.results.explained import quoted
 
 SHOWN = 24
 """Most rows of the table that `Effects` prints."""
@@ -91,12 +92,6 @@ class Effects:
             where = f"{row.first}" if row.last == row.first + 1 else f"{row.first}-{row.last - 1}"
             where = where if len(self.value) == 1 else f"{row.sequence}: {where}"
             part = [self.parts[index % width]] if self.parts else []
-            lines.append(
-                [where, _shortened(row.text), *part, *(f"{column[index]:z.{decimals}f}" for column in numbers)]
-            )
+            lines.append([where, quoted(row.text), *part, *(f"{column[index]:z.{decimals}f}" for column in numbers)])
         first = 3 if self.parts else 2
         return f"{head}\n{aligned(lines, right=[0, *range(first, first + 4)], indent=2)}{note}"
-
-
-def _shortened(text: str, length: int = 24) -> str:
-    return repr(text) if len(text) <= length else f"{text[:length]!r}..."

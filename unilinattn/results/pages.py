@@ -7,9 +7,12 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from unilinattn.errors import InputError
-from unilinattn.results.boards import beneath, cell, explained, explained_by_model, heads_sentence
+from unilinattn.results.boards import beneath, cell, heads_sentence
+from unilinattn.results.explained import explained, explained_by_model, marked, sentence
 from unilinattn.results.panels import fitting_pattern
+from unilinattn.results.ranking import ranking
 from unilinattn.results.scores import Scores, axes_text, count_kinds
+from unilinattn.results.summary import SINKS, cancellation, nothing_ranked, sink_names, sums
 from unilinattn.results.table import ScoreTable
 from unilinattn.viz.blocks import details, facts, group, paragraph, table, warning
 from unilinattn.viz.board import board
@@ -25,7 +28,7 @@ def attribution(
     expected: Bool[Tensor, "..."] | None = None,
     image: Any = None,
 ) -> str:
-    """Return HTML blocks of a result: its pictures, linked, then its labels and its layers with their errors, folded.
+    """Return HTML blocks of a result: its largest scores, its pictures, linked, and its labels and layers, folded.
 
     `batch`: index or indices of the sequences to draw. `expected`: a boolean pattern to outline, (batch, query, key),
     or (batch, key) without a query axis. `image`: the picture beneath the patches of an image.
@@ -59,9 +62,14 @@ def comparison(
     kinds = {model: count_kinds(next(iter(results[model].values())).kinds) for model in results if results[model]}
     lead = "".join(map(paragraph, explained_by_model(results, batches[0])))
     lead += "".join(
-        paragraph(f"{model}, {method}: {sentence}")
+        paragraph(f"{model}, {method}: {note}")
         for model, method, result in results.results()
-        if (sentence := heads_sentence(result, len(batches)))
+        if (note := heads_sentence(result, len(batches)))
+    )
+    cancelling = "".join(
+        paragraph(f"{model}, {method}: {clause}.")
+        for model, method, result in results.results()
+        if (clause := cancellation(result, batches[0], marked))
     )
     methods: dict[tuple[str, str], list[str]] = {}
     for model, method, result in results.results():
@@ -69,7 +77,7 @@ def comparison(
             methods.setdefault((model, message), []).append(method)
     alerts = "".join(warning(f"{model}, {', '.join(names)}: {message}") for (model, message), names in methods.items())
     drawn = board(cells, columns=kinds, layer_hint="compare fewer results for all scores")
-    return lead + alerts + drawn + _table(results)
+    return lead + alerts + drawn + cancelling + _table(results)
 
 
 def _shown(result: Scores, batch: int | Sequence[int], expected: Tensor | None, image: Any) -> str:
@@ -91,7 +99,21 @@ def _shown(result: Scores, batch: int | Sequence[int], expected: Tensor | None, 
     if result.left_out:
         alerts += warning(f"left out, no adapter knows them: {', '.join(result.left_out)}")
     text = " ".join(sentence for sentence in short if sentence)
-    return (paragraph(text) if text else "") + alerts + board([drawn], layer_hint=WHOLE)
+    head = "".join(_largest(result, index, len(batches)) for index in batches)
+    return (paragraph(text) if text else "") + head + alerts + board([drawn], layer_hint=WHOLE)
+
+
+def _largest(result: Scores, batch: int, sequences: int) -> str:
+    """Return the largest scores of a sequence, its sums and its attention sinks."""
+    ranks = ranking(result, batch, quote=marked)
+    caption = f"Largest scores of sequence {batch}" if sequences > 1 else "Largest scores"
+    rows = zip(ranks.columns, *(entry.numbers for entry in ranks.top), strict=True)
+    header = ("query and key" if ranks.pairs else "key", *(entry.name for entry in ranks.top))
+    ranked = table(header, rows, caption=caption) if ranks.top else paragraph(sentence(nothing_ranked(ranks)))
+    cancels = cancellation(result, batch, marked)
+    return (
+        ranked + facts({**sums(result, batch), SINKS: sink_names(ranks)}) + paragraph(sentence(cancels)) * bool(cancels)
+    )
 
 
 def _about(result: Scores) -> str:

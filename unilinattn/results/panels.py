@@ -283,3 +283,12 @@ def patch_positions(single: Scores) -> list[int]:
         if len(plain) == count:
             return plain
     return list(range(length - count, length))
+
+
+def patch_names(single: Scores, patches: Sequence[int]) -> list[str]:
+    """Return the row and column of each patch, and the names of the other keys."""
+    assert single.grid is not None
+    names = ["[CLS]" if key in (single.cls or ()) else f"token {key}" for key in range(single.sizes["key"])]
+    for index, key in enumerate(patches):
+        names[key] = f"({index // single.grid[1]}, {index % single.grid[1]})"
+    return names

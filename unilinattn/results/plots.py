@@ -1,6 +1,7 @@
 """Matplotlib figures of results, made without pyplot, which would change global state."""
 
 import io
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +15,7 @@ from torch import Tensor
 from unilinattn.errors import InputError, OptionError, nearest
 from unilinattn.optional import import_extra
 from unilinattn.results.boards import beneath
+from unilinattn.results.explained import explained_clause, quoted
 from unilinattn.results.panels import MOST_HEADS, Panel, fitting_pattern, heads_note, largest_heads, panels
 from unilinattn.results.scores import Scores, count_kinds
 from unilinattn.results.table import ScoreTable
@@ -78,7 +80,12 @@ def attribution(
     rows = -(-len(drawn) // columns)
     named = strips or len(drawn) <= 6
     width, height = _panel_size(drawn[0], named)
-    figure = new_figure(columns * width + 0.9, rows * height + (1.2 if strips else 0.6))
+    width = columns * width + 0.9
+    of = f" of {result.model}" if result.model else ""
+    scope = f", scope {result.scope}" if result.scope else ""
+    where = f", {drawn[0].title}" if by_head and len(layers) == 1 else ""
+    heading = [f"{result.method}{of}{scope}{where}", *_value_lines(result, batch, width), *([note] if note else [])]
+    figure = new_figure(width, rows * height + (1.2 if strips else 0.6) + 0.2 * (len(heading) - 1))
     grid = figure.subplots(rows, columns, squeeze=False)
     for index, axes in enumerate(grid.flat):
         if index >= len(drawn):
@@ -90,10 +97,7 @@ def attribution(
             _caption(axes, panel.head if len(layers) == 1 else panel.name, panel.notes[-1:])
         else:
             _caption(axes, panel.name, [panel.mixer, *panel.notes])
-    of = f" of {result.model}" if result.model else ""
-    scope = f", scope {result.scope}" if result.scope else ""
-    where = f", {drawn[0].title}" if by_head and len(layers) == 1 else ""
-    title = _math_free("\n".join(line for line in (f"{result.method}{of}{scope}{where}", note) if line))
+    title = _math_free("\n".join(heading))
     figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=12, fontweight="bold")
     _colour_bar(figure, list(grid.flat), style, lying=strips)
     if expected is not None:
@@ -169,6 +173,15 @@ def comparison(
     if any(panel.expected is not None for panel in every):
         _key(figure)
     return figure
+
+
+def _value_lines(result: Scores, batch: int, width: float) -> list[str]:
+    """Return the lines of a title that name the explained logit of a target."""
+    if "query" in result.dims or "logit" not in result.options:
+        return []
+    # Lines break outside of the texts of tokens, and ten letters of the title are about an inch wide.
+    clause = explained_clause(result, batch, lambda text: quoted(text).replace(" ", "\xa0"))
+    return textwrap.wrap(clause.removeprefix("explains the "), int(10 * width))
 
 
 def _drawn(result: Scores, batch: int, expected: Bool[Tensor, "..."] | None) -> tuple[tuple[Panel, ...], str]:

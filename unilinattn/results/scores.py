@@ -112,31 +112,7 @@ class Scores:
 
         A NaN counts as the largest.
         """
-        return max(self.reconstruction_error.items(), key=_error_order, default=None)
-
-    def __repr__(self) -> str:
-        axes = axes_text(self)
-        scope = f", scope {self.scope}" if self.scope else ""
-        lines = [f"{type(self).__name__}: {self.method}{f' of {self.model}' if self.model else ''}{scope}"]
-        lines.append(f"  scores: {axes} ({str(self.scores.dtype).removeprefix('torch.')})")
-        if self.layers:
-            lines.append(f"  layers: {len(self.layers)} ({count_kinds(self.kinds) or 'kinds not recorded'})")
-        if self.left_out:
-            lines.append(f"  LEFT OUT, no adapter knows them: {', '.join(self.left_out)}")
-        if "log2_scale" in self.extras:
-            exponent = float(self.extras["log2_scale"].max())
-            lines.append(f"  scale: rows are to be multiplied by 2**log2_scale (extras), at most 2**{exponent:.0f}")
-        if self.options:
-            lines.append("  options: " + ", ".join(f"{name}={value!r}" for name, value in self.options.items()))
-        if (worst := self.worst_error) is not None:
-            lines.append(f"  reconstruction error: {worst[1]:.1e} at worst ({worst[0]})")
-        lines.extend(f"  WARNING: {warning}" for warning in self.warnings)
-        if self.stream_error:
-            name, error = max(self.stream_error.items(), key=_error_order)
-            lines.append(f"  stream error: {error:.1e} at worst ({name})")
-        if self.completeness_gap is not None:
-            lines.append(f"  completeness gap: {self.completeness_gap:.1e}")
-        return "\n".join(lines)
+        return largest_error(self.reconstruction_error)
 
     def select(
         self,
@@ -338,8 +314,9 @@ def score_array(result: Scores) -> np.ndarray:
     return (scores.float() if scores.dtype in (torch.float16, torch.bfloat16) else scores).numpy()
 
 
-def _error_order(entry: tuple[str, float]) -> float:
-    return float("inf") if entry[1] != entry[1] else entry[1]
+def largest_error(errors: Mapping[str, float]) -> tuple[str, float] | None:
+    """Return the layer with the largest error and that error, None without any; a NaN counts as the largest."""
+    return max(errors.items(), key=lambda entry: float("inf") if entry[1] != entry[1] else entry[1], default=None)
 
 
 def _rebuild(kind: type[Scores], values: dict[str, Any]) -> Scores:

@@ -1,0 +1,103 @@
+"""The explained value of a result in words: its logit, its position and its number."""
+
+from collections.abc import Callable, Mapping
+
+from unilinattn.results.panels import one_sequence, target_key
+from unilinattn.results.scores import Scores
+from unilinattn.viz.colours import isolated, shown
+
+Quote = Callable[[str], str]
+"""Turns a token's text into words of a sentence."""
+
+LONGEST = 24
+"""Characters of a token's text in lines of plain text; longer texts are cut."""
+
+
+def quoted(text: str, length: int = LONGEST) -> str:
+    """Return a token's text as a Python string, cut after `length` characters."""
+    return repr(text) if len(text) <= length else f"{text[:length]!r}..."
+
+
+def marked(text: str) -> str:
+    """Return a token's text in the quotes of a page, apart from the direction of the text around it."""
+    return f"“{isolated(shown(text))}”"
+
+
+def explained_by_model(results: Mapping[str, Mapping[str, Scores]], batch: int = 0) -> list[str]:
+    """Return the sentences on the explained values of models: one for all, or one for each model.
+
+    A model's sentence is that of its methods that explain a logit, if there are any.
+    """
+    sentences = {}
+    for model, methods in results.items():
+        named = [result for result in methods.values() if "logit" in result.options] or list(methods.values())
+        sentences[model] = " ".join(dict.fromkeys(filter(None, (explained(result, batch) for result in named))))
+    if len(set(sentences.values())) == 1:
+        return list(filter(None, sentences.values()))[:1]
+    return [f"{model}: {sentence}" for model, sentence in sentences.items() if sentence]
+
+
+def explained(result: Scores, batch: int = 0) -> str:
+    """Return a sentence on the explained value of a sequence for a page, empty if it is not recorded."""
+    return sentence(explained_clause(result, batch, marked))
+
+
+def sentence(clause: str) -> str:
+    """Return a clause as a sentence; an empty one stays empty."""
+    return f"{clause[0].upper()}{clause[1:]}." if clause else ""
+
+
+def explained_clause(result: Scores, batch: int = 0, quote: Quote = quoted) -> str:
+    """Return the explained value of a sequence: the target, its token and the logit, where recorded.
+
+    A centred logit is one less the mean of all logits. `quote` turns the text of a token into that of the clause.
+    """
+    single = one_sequence(result, batch)
+    where = _where(result, single, batch, quote)
+    if "logit" not in result.options:
+        return f"scores of the keys {where}" if where else ""
+    choice, value = result.options["logit"], single.extras.get("logit")
+    names = [""] * 2 if single.logit_names is None else [f" {quote(name)}" for name in single.logit_names[0]]
+    unit = "token" if result.grid is None else "class"
+    if unit == "class" and value is not None and target_key(result, batch, _count(single)) not in (result.cls or ()):
+        # The logits of classes have no position.
+        where = ""
+    subject = f"the logit of the model's prediction{names[0]}"
+    if isinstance(choice, int):
+        subject = f"the logit of {unit} {choice}{names[0]}"
+    elif isinstance(choice, list) and "query" in result.dims and result.options.get("target") is not None:
+        subject = "the logit of the generated token"
+    elif isinstance(choice, list):
+        first, second = (f"{index}{name}" for index, name in zip(choice, names, strict=True))
+        subject = f"the difference of the logits of {'classes' if unit == 'class' else 'tokens'} {first} and {second}"
+    elif choice is not None:
+        subject = f"the function {choice}"
+    if result.options.get("centered") and (choice is None or isinstance(choice, int)):
+        subject += ", centred,"
+    equal = "" if (number := only_number(single, "logit")) is None else f" = {number:.4g}"
+    return f"explains {subject} {where}".rstrip(" ,") + equal
+
+
+def only_number(single: Scores, name: str) -> float | None:
+    """Return the number that an extra of one sequence has in every layer and row, None if it has several or none."""
+    extra = single.extras.get(name)
+    numbers = {f"{number:.4g}": number for number in extra.flatten().tolist()} if extra is not None else {}
+    return next(iter(numbers.values())) if len(numbers) == 1 else None
+
+
+def _count(single: Scores) -> int:
+    return single.sizes["key"] if single.mask is None else int(single.mask[0].sum())
+
+
+def _where(result: Scores, single: Scores, batch: int, quote: Quote) -> str:
+    """Return the position of the target and its token."""
+    if "query" in result.dims:
+        return "for each query"
+    position = target_key(result, batch, _count(single))
+    if position is None:
+        return ""
+    tokens = None if single.tokens is None else single.tokens[0]
+    if single.mask is not None and tokens is not None:
+        tokens = [text for text, real in zip(tokens, single.mask[0].tolist(), strict=True) if real]
+    where = f"at position {position}" + ("" if tokens is None else f" {quote(tokens[position])}")
+    return where + (", the class token" if result.cls and position in result.cls else "")
