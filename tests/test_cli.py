@@ -210,7 +210,7 @@ def test_explain_prints_and_saves_the_check(checkpoints: Path, tmp_path: Path, c
     arguments = ["explain", str(checkpoints / "mamba"), "--text", TEXT, "--check", "--out", str(out)]
     assert cli.main(arguments) == 0
     (check,) = Attribution.load(out).checks or ()
-    assert f"\n{check.sentence}\n" in capsys.readouterr().out
+    assert f"\n  {check.sentence}\n" in capsys.readouterr().out
     assert cli.main(arguments[:4]) == 0
     assert "replacing the top" not in capsys.readouterr().out
     assert "leave --generate or --check out" in fails(capsys, *arguments[:5], "--generate", "2")

@@ -205,3 +205,12 @@ def test_an_old_file_prints(tmp_path: Path) -> None:
     assert old.logit_names is None and old.sinks is None
     assert "the model's prediction, centred, at position 5 ' is' = 17.43" in repr(old)
     assert "bias 0\n" in repr(old) and "cancellation" not in repr(old)
+
+
+def test_a_check_is_a_line_of_the_text_and_of_the_page() -> None:
+    ids = TASKS["induction"].sample(1, 0).input_ids
+    result = ula.explain(load("induction", "mamba"), ids, target=-1, check=True)
+    assert result.checks is not None
+    assert f"\n  {result.checks[0].sentence}\n" in repr(result)
+    page = result.checks[0].sentence
+    assert f"{page[0].upper()}{page[1:]}." in result.to_html()

@@ -69,8 +69,6 @@ def run(options: argparse.Namespace) -> None:
     print(bar_chart(texts, scores, position, label, sinks))
     if result.method == "logit":
         print(_sum_line(result))
-    for check in result.checks or ():
-        print(f"\n{check.sentence}")
     _finish(result, options.out)
 
 

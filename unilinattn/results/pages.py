@@ -12,7 +12,7 @@ from unilinattn.results.explained import explained, explained_by_model, marked, 
 from unilinattn.results.panels import fitting_pattern
 from unilinattn.results.ranking import ranking
 from unilinattn.results.scores import Scores, axes_text, count_kinds
-from unilinattn.results.summary import SINKS, cancellation, nothing_ranked, sink_names, sums
+from unilinattn.results.summary import SINKS, cancellation, checked, nothing_ranked, sink_names, sums
 from unilinattn.results.table import ScoreTable
 from unilinattn.viz.blocks import details, facts, group, paragraph, table, warning
 from unilinattn.viz.board import board
@@ -110,10 +110,9 @@ def _largest(result: Scores, batch: int, sequences: int) -> str:
     rows = zip(ranks.columns, *(entry.numbers for entry in ranks.top), strict=True)
     header = ("query and key" if ranks.pairs else "key", *(entry.name for entry in ranks.top))
     ranked = table(header, rows, caption=caption) if ranks.top else paragraph(sentence(nothing_ranked(ranks)))
-    cancels = cancellation(result, batch, marked)
-    return (
-        ranked + facts({**sums(result, batch), SINKS: sink_names(ranks)}) + paragraph(sentence(cancels)) * bool(cancels)
-    )
+    notes = filter(None, (cancellation(result, batch, marked), checked(result, batch)))
+    blocks = [ranked, facts({**sums(result, batch), SINKS: sink_names(ranks)})]
+    return "".join(blocks + [paragraph(sentence(note)) for note in notes])
 
 
 def _about(result: Scores) -> str:

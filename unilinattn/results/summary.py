@@ -37,7 +37,7 @@ def described(result: Scores) -> str:
 
 
 def fact_lines(result: Scores, batch: int = 0) -> list[str]:
-    """Return a sequence's explained value, largest scores, attention sinks, sums and cancellation, a line for each."""
+    """Return a sequence's explained value, largest scores, sinks, sums, cancellation and check, a line for each."""
     clause = explained_clause(result, batch)
     if (sequences := result.sizes.get("batch", 1)) > 1:
         clause = f"sequence {batch} of {sequences}{f': {clause}' if clause else ''}"
@@ -46,7 +46,13 @@ def fact_lines(result: Scores, batch: int = 0) -> list[str]:
     lines = [clause, *_table(ranks).split("\n"), f"{SINKS}: {sinks}" if sinks else ""]
     lines.append(", ".join(f"{name} {value}" for name, value in sums(result, batch).items()))
     lines.append(cancellation(result, batch))
+    lines.append(checked(result, batch))
     return [line for line in lines if line]
+
+
+def checked(result: Scores, batch: int = 0) -> str:
+    """Return the sentence of the check of a sequence, empty without one."""
+    return result.checks[batch].sentence if result.checks else ""
 
 
 def sums(result: Scores, batch: int = 0) -> dict[str, str]:
