@@ -31,7 +31,7 @@ from unilinattn.rules import functions as kinds
 from unilinattn.rules.forms import FORMS, carried
 from unilinattn.rules.functions import name_of, opened
 from unilinattn.rules.mixing_functions import MixingFunction
-from unilinattn.rules.slopes import frozen_slope
+from unilinattn.rules.slopes import DIFFERENCES, frozen_slope
 
 DECIDED = 3
 """The rank of a tensor that a softmax, an exponential or another function of `FACTORS` made."""
@@ -148,10 +148,7 @@ class Live(TorchFunctionMode):
         if name in kinds.FACTORS:
             return DECIDED
         if name in kinds.SLOPES | kinds.HOMOGENEOUS:
-            level = (
-                2 if name in ("sigmoid", "hardsigmoid", "log_sigmoid", "logsigmoid") else int(name not in kinds.LIMITS)
-            )
-            return max(level, *ranks)
+            return max(2 if name in DIFFERENCES else int(name not in kinds.LIMITS), *ranks)
         if name in ("add", "sub", "rsub") and len(ranks) == 1 and ranks[0] == 1:
             # An activation plus a constant, such as 1 + tanh, is one with f(0) != 0.
             return 2
