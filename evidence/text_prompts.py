@@ -1,6 +1,7 @@
 """Choose held-out passages and prompts of the text models: python -m evidence.text_prompts
 
 A prompt is the beginning of a held-out text, `<|endoftext|>` first, after which both models expect the same next token.
+After most such prompts the last four tokens suffice, so half of the prompts are drawn from those that need more.
 """
 
 import argparse
@@ -19,6 +20,9 @@ from unilinattn.progress import progress
 
 PROMPTS = 60
 
+FAR = PROMPTS // 2
+"""Prompts of which the last four tokens leave both models less than half of the probability of the expected token."""
+
 SHORTEST, LONGEST = 12, 48
 """Tokens of a prompt."""
 
@@ -29,7 +33,7 @@ PER_DOCUMENT = 2
 """Largest number of prompts of one document."""
 
 RECENT = 4
-"""Number of last tokens after which the probability of the expected token is recorded, to tell local ones."""
+"""Number of last tokens after which the probability of the expected token is recorded."""
 
 PASSAGES, PASSAGE = 6, 256
 """Number of passages, and tokens of each."""
@@ -40,22 +44,34 @@ SEED = 0
 def candidates(text: str, models: Mapping[str, nn.Module], tokenizer: Any) -> Iterator[dict[str, Any]]:
     """Yield the prompts that a text begins with."""
     ids = torch.tensor([[tokenizer.bos_token_id, *tokenizer.encode(text)]])[:, : LONGEST + 1]
-    probabilities = {name: _next(host, ids) for name, host in models.items()}
+    if ids.shape[1] <= SHORTEST:
+        return
+    after_all = {name: _next(host, ids)[0] for name, host in models.items()}
+    after_recent = {name: _next(host, ids[0].unfold(0, RECENT, 1))[:, -1] for name, host in models.items()}
     for length in range(SHORTEST, ids.shape[1]):
-        tops = {name: values[length - 1].max(-1) for name, values in probabilities.items()}
-        expected = {int(top.indices) for top in tops.values()}
-        if len(expected) > 1 or min(float(top.values) for top in tops.values()) <= PROBABILITY:
+        tops = {name: values[length - 1].max(-1) for name, values in after_all.items()}
+        tokens = {int(top.indices) for top in tops.values()}
+        if len(tokens) > 1 or min(float(top.values) for top in tops.values()) <= PROBABILITY:
             continue
-        word = tokenizer.decode(list(expected))
+        expected = tokens.pop()
+        word = tokenizer.decode([expected])
         if any(character.isalpha() for character in word):
+            recent = {name: float(values[length - RECENT, expected]) for name, values in after_recent.items()}
             yield {
                 "ids": ids[0, :length].tolist(),
                 "text": tokenizer.decode(ids[0, 1:length]),
-                "expected": expected.pop(),
+                "expected": expected,
                 "word": word,
                 "next": int(ids[0, length]),
                 "probability": {name: round(float(top.values), 4) for name, top in tops.items()},
+                "probability_after_recent": {name: round(value, 4) for name, value in recent.items()},
             }
+
+
+def is_far(prompt: Mapping[str, Any]) -> bool:
+    """Tell whether the last tokens leave both models less than half of the probability of the expected token."""
+    recent = prompt["probability_after_recent"]
+    return all(recent[name] < probability / 2 for name, probability in prompt["probability"].items())
 
 
 def choose(
@@ -69,23 +85,23 @@ def choose(
     documents: Counter[str] = Counter()
     endings: set[tuple[int, ...]] = set()
     for source, text in progress(texts, "prompts"):
-        accepted = [
-            prompt
-            for prompt in (candidates(text, models, tokenizer) if documents[source] < PER_DOCUMENT else ())
-            if (*prompt["ids"][-RECENT:], prompt["expected"]) not in endings
-        ]
-        if not accepted:
+        if documents[source] == PER_DOCUMENT or len(result) == PROMPTS:
             continue
-        prompt = order.choice(accepted)
-        recent = torch.tensor([prompt["ids"][-RECENT:]])
-        after = {name: float(_next(host, recent)[-1, prompt["expected"]]) for name, host in models.items()}
-        prompt["probability_after_recent"] = {name: round(value, 4) for name, value in after.items()}
-        result.append({"source": source, **prompt})
-        documents[source] += 1
-        endings.add((*prompt["ids"][-RECENT:], prompt["expected"]))
-        if len(result) == PROMPTS:
-            return result
+        new = [prompt for prompt in candidates(text, models, tokenizer) if _ending(prompt) not in endings]
+        far = [prompt for prompt in new if is_far(prompt)]
+        near = [prompt for prompt in new if not is_far(prompt)]
+        missing = FAR - sum(map(is_far, result))
+        accepted = (far if missing else []) or (near if PROMPTS - len(result) > missing else [])
+        if accepted:
+            prompt = order.choice(accepted)
+            result.append({"source": source, **prompt})
+            documents[source] += 1
+            endings.add(_ending(prompt))
     return result
+
+
+def _ending(prompt: Mapping[str, Any]) -> tuple[int, ...]:
+    return (*prompt["ids"][-RECENT:], prompt["expected"])
 
 
 def passages(sources: Sequence[Mapping[str, Any]], tokenizer: Any) -> list[dict[str, Any]]:
@@ -101,8 +117,8 @@ def passages(sources: Sequence[Mapping[str, Any]], tokenizer: Any) -> list[dict[
 
 @torch.no_grad()
 def _next(host: nn.Module, ids: Tensor) -> Tensor:
-    """Probabilities of the token after each token of a sequence."""
-    return host(ids).logits[0].softmax(-1)
+    """Probabilities of the token after each token: [batch, length, vocabulary]."""
+    return host(ids).logits.softmax(-1)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -110,7 +110,8 @@ def prompts() -> Sequence[Mapping[str, Any]]:
     """Return the held-out prompts, of 12 to 48 tokens each, after which both models expect the same next token.
 
     A prompt has a `source`, `ids` and `text`, the `expected` token and its `word`, the true `next` token, and each
-    model's `probability` of the expected token, also after the last four tokens only (`probability_after_recent`).
+    model's `probability` of the expected token, also after the last four tokens only (`probability_after_recent`),
+    which do not suffice for half of the prompts (`text_prompts.is_far`).
     """
     return json.loads(HELD_OUT.read_text())["prompts"]
 

@@ -171,7 +171,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tokens, held_out = (np.load(options.cache / f"{part}.npy") for part in ("training", "held_out"))
     torch.manual_seed(SEED)
     host = build(options.model, options.size)
-    training = train(host, tokens, options.minutes, options.cache / f"{options.model}-{options.size}.pt")
+    checkpoint = options.cache / f"{options.model}-{options.size}.pt"
+    training = train(host, tokens, options.minutes, checkpoint)
 
     weights = {name: tensor.half().contiguous() for name, tensor in untied(host).items()}
     save_file(weights, out / f"text-{options.model}.safetensors")
@@ -193,6 +194,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "machine": machine("cpu"),
         "versions": {package: version(package) for package in ("torch", "transformers", "tokenizers")},
     }
+    # A finished training is not continued.
+    checkpoint.unlink(missing_ok=True)
     path = out / "text.json"
     records = json.loads(path.read_text()) if path.exists() else {}
     if "baselines" not in records:

@@ -8,7 +8,8 @@ from torch import Tensor
 
 import unilinattn as ula
 from evidence import texts
-from evidence.text_prompts import LONGEST, PROBABILITY, PROMPTS, SHORTEST
+from evidence.text_data import Document
+from evidence.text_prompts import FAR, LONGEST, PROBABILITY, PROMPTS, RECENT, SHORTEST, is_far
 from evidence.texts import MODELS, WEIGHTS, build, configuration, load, nats, passages, prompts, records
 from unilinattn.errors import CheckpointError, OptionError
 from unilinattn.testing import tolerance
@@ -52,6 +53,14 @@ def test_a_model_expects_the_recorded_token_after_each_prompt(name: str) -> None
         assert top.indices == prompt["expected"]
         assert float(top.values) == pytest.approx(prompt["probability"][name], abs=1e-3)
         assert prompt["probability"][name] > PROBABILITY
+        recent = host(torch.tensor([prompt["ids"][-RECENT:]])).logits[0, -1].softmax(-1)[prompt["expected"]]
+        assert float(recent) == pytest.approx(prompt["probability_after_recent"][name], abs=1e-3)
+
+
+def test_half_of_the_prompts_need_more_than_the_last_tokens_and_all_are_held_out() -> None:
+    assert sum(map(is_far, prompts())) == FAR
+    assert all(Document(text["source"], ()).held_out for text in (*prompts(), *passages()))
+    assert len({tuple(prompt["ids"]) for prompt in prompts()}) == PROMPTS
 
 
 @pytest.mark.parametrize("name", MODELS)
