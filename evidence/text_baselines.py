@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import numpy as np
 
 DISCOUNT = 0.75
-"""Number that is taken from each count of an n-gram and given to shorter ones."""
+"""Number that is taken from each count of an n-gram for the shorter ones."""
 
 
 def baselines(training: np.ndarray, held_out: np.ndarray, vocabulary: int, per_byte: float) -> Mapping[str, float]:
@@ -39,19 +39,19 @@ def _discounted(
         return context, context * vocabulary + ids[order:]
 
     contexts, grams = keys(training)
-    seen_grams, gram_counts = np.unique(grams, return_counts=True)
-    seen_contexts, context_counts = np.unique(contexts, return_counts=True)
-    continuations = np.unique(seen_grams // vocabulary, return_counts=True)[1]
+    training_grams, gram_counts = np.unique(grams, return_counts=True)
+    training_contexts, context_counts = np.unique(contexts, return_counts=True)
+    continuations = np.unique(training_grams // vocabulary, return_counts=True)[1]
     context, gram = (key[2 - order :] for key in keys(held_out))
-    count = _lookup(seen_grams, gram_counts, gram)
-    total = _lookup(seen_contexts, context_counts, context)
-    kinds = _lookup(seen_contexts, continuations, context)
-    after = np.maximum(total, 1)
-    discounted = np.maximum(count - DISCOUNT, 0) / after + DISCOUNT * kinds / after * shorter
+    count = _lookup(training_grams, gram_counts, gram)
+    total = _lookup(training_contexts, context_counts, context)
+    kinds = _lookup(training_contexts, continuations, context)
+    divisor = np.maximum(total, 1)
+    discounted = np.maximum(count - DISCOUNT, 0) / divisor + DISCOUNT * kinds / divisor * shorter
     return np.where(total > 0, discounted, shorter)
 
 
-def _lookup(keys: np.ndarray, values: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+def _lookup(keys: np.ndarray, values: np.ndarray, queries: np.ndarray) -> np.ndarray:
     """Return the value of each key, zero for an absent one; `keys` is sorted."""
-    index = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
-    return np.where(keys[index] == wanted, values[index], 0)
+    index = np.minimum(np.searchsorted(keys, queries), len(keys) - 1)
+    return np.where(keys[index] == queries, values[index], 0)

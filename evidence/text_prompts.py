@@ -132,10 +132,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tokenizer = loaded["mamba2"][1]
     models = {name: host for name, (host, _) in loaded.items()}
     prompts = choose(sources, models, tokenizer)
-    lines = [json.dumps(prompt) for prompt in prompts]
-    long = [json.dumps(passage) for passage in passages(sources, tokenizer)]
-    HELD_OUT.write_text('{"passages": [\n' + ",\n".join(long) + '\n],\n"prompts": [\n' + ",\n".join(lines) + "\n]}\n")
-    print(f"{len(prompts)} prompts and {len(long)} passages in {HELD_OUT.name}")
+    prompt_lines = [json.dumps(prompt) for prompt in prompts]
+    passage_lines = [json.dumps(passage) for passage in passages(sources, tokenizer)]
+    HELD_OUT.write_text(
+        '{"passages": [\n' + ",\n".join(passage_lines) + '\n],\n"prompts": [\n' + ",\n".join(prompt_lines) + "\n]}\n"
+    )
+    print(f"{len(prompts)} prompts and {len(passage_lines)} passages in {HELD_OUT.name}")
 
 
 if __name__ == "__main__":
