@@ -53,7 +53,7 @@ STEP_SIZES = (0.001, 0.1)
 """Range of the first step sizes of Mamba-2 and Gated DeltaNet, whose logarithm is drawn uniformly."""
 
 
-def _start_slowly(host: nn.Module) -> None:
+def start_slowly(host: nn.Module) -> None:
     """Draw the first step sizes of gated delta rules as in Mamba-2.
 
     transformers sets them to softplus(1) = 1.3, with which most heads forget a token at the next one, and a small model
@@ -86,7 +86,7 @@ def builder(name: str, vocabulary: int, **settings: Any) -> Callable[[], nn.Modu
         shape = {"vocab_size": vocabulary, "hidden_size": 64, "num_hidden_layers": 2, **SIZES[name], **settings}
         host: nn.Module = model(config(**shape, **tokens, tie_word_embeddings=False, use_cache=False))
         if name == "gated_deltanet":
-            _start_slowly(host)
+            start_slowly(host)
         return host
 
     return build
