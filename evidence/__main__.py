@@ -27,6 +27,7 @@ from evidence.page import page
 from evidence.study import FOLDER, SEEDS, Study
 from evidence.training import fingerprint
 from evidence.training import record as training_record
+from tools.markers import replace_section
 from unilinattn.errors import UnilinattnError
 from unilinattn.evaluation import Table
 from unilinattn.evaluation.processes import Processes
@@ -135,6 +136,8 @@ def write_page() -> None:
     studies = [study(name) for name in recorded()]
     text = page(studies, {one.name: record.read(one.name) for one in studies}, absent())
     (DOCS / "evidence.md").write_text(text + real.section())
+    index = DOCS / "methods" / "index.md"
+    index.write_text(replace_section(index.read_text(), "kinds", real.kinds()))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -4,7 +4,7 @@ import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from evidence import checkpoints
+from evidence import texts as documentation
 from evidence.study import FOLDER
 from unilinattn.errors import ResultFileError
 from unilinattn.evaluation import target_effects
@@ -21,6 +22,9 @@ TRUTHS = FOLDER / "results" / "real-truths.json"
 
 DRAWS = 12
 """Random tokens that replace each token."""
+
+ATTENTION, RECURRENT = "softmax attention", "linear RNN"
+"""Kinds of token mixers, each with a default method."""
 
 WINDOW = 24
 """Tokens of an antibody that are read."""
@@ -53,6 +57,7 @@ class Checkpoint:
         load: returns the model and its tokenizer or vocabulary.
         inputs: returns the inputs of the model.
         replacements: returns the ids that replace a token: all but the special ones.
+        kind: the kind of token mixer, for which a default method is chosen.
     """
 
     wheels: Sequence[str]
@@ -60,6 +65,7 @@ class Checkpoint:
     load: Callable[..., tuple[nn.Module, Any]]
     inputs: Callable[[nn.Module, Any], list[Input]]
     replacements: Callable[[Any], Int[Tensor, " replacement"]]
+    kind: str = ATTENTION
 
 
 def log_probability(model: nn.Module, example: Input) -> Callable[[Tensor], Float[Tensor, " batch"]]:
@@ -189,6 +195,21 @@ def _is_plain(token: str) -> bool:
     return not token.startswith("[unused") and token not in ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "")
 
 
+def documented(name: str, *, download: bool = True) -> tuple[nn.Module, Any]:
+    """Return a linear RNN that learned documentation, and its tokenizer; nothing is downloaded."""
+    return documentation.load(name)
+
+
+def _documentation(model: nn.Module, tokenizer: Any) -> list[Input]:
+    prompts = documentation.prompts()
+    return [Input(tuple(each["ids"]), len(each["ids"]) - 1, each["expected"], True) for each in prompts]
+
+
+def _subwords(tokenizer: Any) -> Int[Tensor, " replacement"]:
+    # The id 0 begins a text.
+    return torch.arange(1, documentation.VOCABULARY)
+
+
 def _plain_words(tokenizer: Any) -> Int[Tensor, " replacement"]:
     ids = torch.arange(len(tokenizer))
     # Of SmolLM2 the ids below 17 are special or reserved.
@@ -217,4 +238,15 @@ CHECKPOINTS: Mapping[str, Checkpoint] = {
     "rxnmapper": Checkpoint(("rxnmapper",), "rxnmapper (ALBERT)", checkpoints.atom_maps, _reactions, _plain_ids),
     "antiberty": Checkpoint(("antiberty",), "AntiBERTy (BERT)", checkpoints.antibodies, _antibodies, _plain_ids),
     "iglm": Checkpoint(("iglm",), "IgLM (GPT-2)", checkpoints.antibody_generator, _generated, _plain_ids),
+    "text-mamba2": Checkpoint(
+        (), "Mamba-2 of 1.4M, documentation", partial(documented, "mamba2"), _documentation, _subwords, RECURRENT
+    ),
+    "text-gated_deltanet": Checkpoint(
+        (),
+        "gated DeltaNet of 1.4M, documentation",
+        partial(documented, "gated_deltanet"),
+        _documentation,
+        _subwords,
+        RECURRENT,
+    ),
 }
