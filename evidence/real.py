@@ -276,7 +276,7 @@ def kinds() -> str:
             "Transformer, hybrid",
             "[`attn_lrp`](attn_lrp.md), the default",
             "counts what tokens decide by queries and keys; " + correlations("smollm2", "smollm2-first"),
-            "does not add up to the logit; recency names the token of the largest effect, mostly the last one, more often",
+            "does not add up; the token of the largest effect is mostly the last one, which recency names more often",
         ),
         (
             "encoder, vision Transformer",
