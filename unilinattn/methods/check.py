@@ -13,8 +13,8 @@ from unilinattn.host.logits import Logit, chosen_ids, one_each, picked
 from unilinattn.kernels.precision import full_precision
 from unilinattn.memory import allowed
 from unilinattn.methods.doubts import is_decoder
-from unilinattn.methods.replacements import ids_of, ordinary_ids, other_ids, real_tokens
 from unilinattn.options.bases import Centered
+from unilinattn.reruns.replacements import ids_of, ordinary_ids, other_ids, real_tokens
 from unilinattn.reruns.rerun import Rerun, rerun
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.check import Check, Falls

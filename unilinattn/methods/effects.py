@@ -20,13 +20,13 @@ from unilinattn.kernels.precision import full_precision
 from unilinattn.memory import allowed
 from unilinattn.memory import max_memory as limited_to
 from unilinattn.methods.labelled import labels_of_tokens
-from unilinattn.methods.replacements import Replacement, against_inputs, ids_of, replacements
 from unilinattn.methods.run import traced_inputs
 from unilinattn.methods.targets import NamedTarget, logit_names, logit_of, position_of
 from unilinattn.operator.heads import HeadContributions
 from unilinattn.operator.operator import MixerOperator
 from unilinattn.progress import bars
 from unilinattn.progress import progress as steps
+from unilinattn.reruns.replacements import Replacement, against_inputs, ids_of, replacements
 from unilinattn.reruns.rerun import of_sequences
 from unilinattn.results.effects import Effects, Replaced
 from unilinattn.scoring.base import trace_bytes
