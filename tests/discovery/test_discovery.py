@@ -294,4 +294,4 @@ def test_two_attentions_in_one_module_are_recorded() -> None:
     trace = ula.trace(model.eval(), IDS)
     assert all(layer.reconstruction_error() < 1e-5 for layer in trace.layers)
     assert trace.layers[0].operator.matrix("core").shape == (2, 16, 16)
-    assert ula.explain(trace, target=-1).completeness_gap < 1e-4
+    assert ula.explain(trace, method="logit", target=-1).completeness_gap < 1e-4

@@ -371,4 +371,4 @@ def test_a_module_that_mixes_the_vectors_it_looks_up_is_a_region() -> None:
     joined = trace.layers[0].operator.contributions(3).any(-1)
     assert joined.tolist() == [[False, False, True, True, True, False, False]] * 2
     assert max(layer.reconstruction_error() for layer in trace.layers) < 1e-12
-    assert ula.explain(trace, target=-1).completeness_gap < 1e-12
+    assert ula.explain(trace, method="logit", target=-1).completeness_gap < 1e-12

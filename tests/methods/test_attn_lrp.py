@@ -82,7 +82,8 @@ def test_class_logits_have_relevances() -> None:
     result = _explain(trace, logit=1, centered=False)
     assert result.dims == ("batch", "key")
     assert torch.allclose(result.extras["logit"], trace.output.logits[:, 1].double())
-    assert torch.allclose(result.extras["content"], ula.explain(trace, logit=1).scores.double(), rtol=1e-6, atol=1e-9)
+    shares = ula.explain(trace, method="logit", logit=1).scores.double()
+    assert torch.allclose(result.extras["content"], shares, rtol=1e-6, atol=1e-9)
 
 
 def test_a_single_logit_is_not_centred() -> None:

@@ -267,9 +267,9 @@ def test_ids_of_tokens_before_sequences_are_looked_up_by_token() -> None:
     config = transformers.XLNetConfig(d_model=16, n_layer=2, n_head=2, d_inner=24, vocab_size=20)
     torch.manual_seed(0)
     model = transformers.XLNetForSequenceClassification(config).double().eval()
-    result = ula.explain(model, IDS, target=-1, progress=False)
+    result = ula.explain(model, IDS, method="logit", target=-1, progress=False)
     assert result.completeness_gap < 1e-12
-    alone = torch.cat([ula.explain(model, row[None], target=-1, progress=False).scores for row in IDS])
+    alone = torch.cat([ula.explain(model, row[None], method="logit", target=-1, progress=False).scores for row in IDS])
     torch.testing.assert_close(result.scores, alone, rtol=1e-9, atol=1e-12)
     gradient = ula.explain(model, IDS, method="input_x_gradient", target=-1, progress=False).scores
     alone = ula.explain(model, IDS[1:], method="input_x_gradient", target=-1, progress=False).scores
@@ -282,4 +282,4 @@ def test_an_id_that_takes_the_place_of_others_leaves_the_ids_looked_up() -> None
             return super().forward(torch.where(input_ids == 5, 1, input_ids))
 
     model = Placed("none")
-    assert ula.explain(model, IDS, target=-1, progress=False).completeness_gap < LIMIT
+    assert ula.explain(model, IDS, method="logit", target=-1, progress=False).completeness_gap < LIMIT
