@@ -42,7 +42,7 @@ def test_an_unregistered_mixer_is_recorded(name: str) -> None:
     assert layer.reconstruction_error() < 1e-12
     contributions = layer.operator.contributions(5).sum(1) + layer.operator.bias[:, 5]
     torch.testing.assert_close(contributions, layer.output[:, 5], rtol=1e-10, atol=1e-12)
-    assert ula.explain(trace).completeness_gap < 1e-6
+    assert ula.explain(trace, method="logit").completeness_gap < 1e-6
 
 
 @pytest.mark.parametrize("length", [1, 2, 4])

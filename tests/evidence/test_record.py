@@ -55,7 +55,8 @@ def test_repeated_numbers_that_differ_or_are_missing_are_listed() -> None:
 def test_the_page_is_written_from_the_record() -> None:
     studies = [study(name) for name in RECORDED]
     text = page(studies, {one.name: record.read(one.name) for one in studies}, __main__.absent())
-    assert (ROOT / "docs" / "evidence.md").read_text() == text
+    assert (ROOT / "docs" / "evidence.md").read_text() == text + real.section()
+    assert real.kinds() in (ROOT / "docs" / "methods" / "index.md").read_text()
 
 
 @pytest.mark.parametrize("name", RECORDED)
@@ -82,8 +83,9 @@ def test_shipped_weights_are_small_and_as_recorded(name: str) -> None:
 def test_the_shipped_weights_and_results_are_small() -> None:
     folders = (__main__.WEIGHTS, record.RESULTS)
     weights, results = (sum(path.stat().st_size for path in folder.glob("*")) for folder in folders)
-    assert weights < 10e6
-    assert weights + results < 12e6
+    # Of these the two language models of text have 6 MB.
+    assert weights < 16e6
+    assert weights + results < 18e6
 
 
 def test_numbers_are_stored_by_the_weights(tmp_path: Path) -> None:

@@ -159,8 +159,8 @@ class Pyramid(nn.Module):
 def explained(traced: Trace, **options: int) -> Attribution:
     """Return the scores of a method that adds up, after a check of every layer."""
     assert all(layer.reconstruction_error() < LIMIT for layer in traced.layers)
-    result = explain(traced, target=-1, **options)
-    assert result.method == "logit" and result.completeness_gap is not None and result.completeness_gap < 1e-10
+    result = explain(traced, method="logit", target=-1, **options)
+    assert result.completeness_gap is not None and result.completeness_gap < 1e-10
     return result
 
 

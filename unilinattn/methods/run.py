@@ -96,7 +96,10 @@ def explain(
                 result = by_layer(run_method, traced, target, options, refusal)
         result = with_labels(result, traced, tokens, tokenizer, grid)
         reader = traced.text.tokenizer if tokenizer is None and traced.text is not None else tokenizer
-        result = replace(result, checker=Checker(traced, target, options.get("logit"), reader))
+        logit = options.get("logit")
+        # A saved result stores a pair as a list.
+        pair = tuple(logit) if isinstance(logit, list) else logit
+        result = replace(result, checker=Checker(traced, target, pair, reader))
         if check:
             result = replace(result, checks=[result.check(batch=b) for b in range(result.sizes.get("batch", 1))])
     return warn_of_sinks(result, traced)
