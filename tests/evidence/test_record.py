@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from evidence import NAMES, __main__, record, study
+from evidence import NAMES, __main__, real, record, study
 from evidence.copying import CopyingStudy
 from evidence.page import page
 from evidence.rows import number
