@@ -17,7 +17,7 @@ from unilinattn.call.parameters import constant_parameters
 from unilinattn.errors import UncoveredError
 from unilinattn.frozen.layers import with_shared_values
 from unilinattn.frozen.shares import Linearized, by_token, linearized
-from unilinattn.frozen.token_pass import PassSpec, TokenPass, shared_run
+from unilinattn.frozen.token_pass import PassSpec, TokenPass, TokenRun, shared_run
 from unilinattn.host.forwards import Forward, replaced_forwards
 from unilinattn.host.inputs import bound_arguments, call_host
 from unilinattn.host.isolation import runs_in_gradient_mode
@@ -31,7 +31,6 @@ from unilinattn.registry import visible_functions
 from unilinattn.rules.forms import carried
 from unilinattn.rules.live import Live, Paths
 from unilinattn.tracing.layer import Layer
-from unilinattn.tracing.token_streams import TokenStream
 from unilinattn.tracing.trace import Target, Trace
 
 SCALE = 2.0**64
@@ -45,7 +44,8 @@ class Relevances:
 
     Attributes:
         tokens: the relevance by the rules of AttnLRP; it need not add up to the scalar.
-        content: the exact share of what the token sent along frozen factors, as in `Shares.tokens`.
+        content: what the token sent along frozen factors. By the rules of functions it is `Shares.tokens`, which are
+            checked to add up; it is not checked here.
         control: the part of `tokens` on paths through one factor or more: what the token decided.
         value: the scalar of the traced output; at length, that of the live run.
     """
@@ -56,7 +56,7 @@ class Relevances:
     value: Float[Tensor, " batch"]
 
 
-class LiveRun:
+class LiveRun(TokenRun):
     """One run of a traced host by the rules of `rules.live`, which keeps its graph.
 
     A layer with a written adapter is its flow: of a core's product of a matrix and values, the values get half of the
@@ -78,16 +78,6 @@ class LiveRun:
         self._spec = PassSpec.of(trace, targets)
         self._pass = LivePass(self._spec)
         self._pass.require_leaves()
-
-    @property
-    def streams(self) -> tuple[TokenStream, ...]:
-        """The streams whose tokens have the relevances, one after the other."""
-        return self._spec.streams
-
-    @property
-    def grid(self) -> tuple[int, int] | None:
-        """The (rows, columns) of the tokens, if they are those of an image that enters the first block."""
-        return self._spec.grid
 
     @runs_in_gradient_mode(True)
     def relevances(self, target: Any = -1, logit: Logit = None) -> Relevances:

@@ -27,10 +27,9 @@ from unilinattn.frozen.shares import (
     has_constants,
     linearized,
 )
-from unilinattn.frozen.token_pass import PassSpec, shared_run
+from unilinattn.frozen.token_pass import PassSpec, TokenRun, shared_run
 from unilinattn.host.isolation import runs_in_gradient_mode
 from unilinattn.host.logits import Logit
-from unilinattn.tracing.token_streams import TokenStream
 from unilinattn.tracing.trace import Target, Trace
 from unilinattn.tracing.trust import require_trust
 
@@ -41,7 +40,7 @@ RULES = ("freeze", "half")
 """Freeze the activated one of two factors, or let both share the relevance of their product."""
 
 
-class FrozenRun:
+class FrozenRun(TokenRun):
     """One run of a traced host in which every factor that the input decided is a constant.
 
     Each traced layer is its operator: its value is the recorded output, its gradient `op.adjoint`. The code between
@@ -78,16 +77,6 @@ class FrozenRun:
         self._pass = FrozenPass(self._spec, rule=rule)
         self.outputs, self.mixed, self.shared = self._pass.outputs, self._pass.mixed, self._pass.shared
         self._pass.require_leaves()
-
-    @property
-    def streams(self) -> tuple[TokenStream, ...]:
-        """The streams whose tokens have the shares, one after the other."""
-        return self._spec.streams
-
-    @property
-    def grid(self) -> tuple[int, int] | None:
-        """The (rows, columns) of the tokens, if they are those of an image that enters the first block."""
-        return self._spec.grid
 
     @runs_in_gradient_mode(True)
     def shares(self, target: Any = -1, logit: Logit = None, *, by: By = "tokens") -> Shares:

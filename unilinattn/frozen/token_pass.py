@@ -64,17 +64,6 @@ class PassSpec:
         blocks = blocks_of(model, groups if len(groups) > 1 else [layers])
         return cls(model, arguments, layers, sources, blocks, explained, positions, trace.token_shape[0])
 
-    @property
-    def streams(self) -> tuple[TokenStream, ...]:
-        """The streams whose tokens are leaves, one after the other."""
-        return tuple(source.stream for source in self.sources)
-
-    @property
-    def grid(self) -> tuple[int, int] | None:
-        """The (rows, columns) of the tokens, if they are those of an image that enters the first block."""
-        origin = self.sources[0].origin
-        return origin.grid if isinstance(origin, TokenCall) and len(self.sources) == 1 else None
-
     def scalar(self, target: Any, logit: Logit) -> Callable[[Any], Float[Tensor, " batch"]]:
         """Return the function from an output of the model to the explained scalar of each sequence."""
         if callable(logit):
@@ -203,6 +192,23 @@ class TokenPass(Observer[BlockCall]):
             return ids.as_looked_up(self.leaf(number, ids.by_token(result)), result.shape)
 
         return mark
+
+
+class TokenRun:
+    """A run whose passes have the vectors of the tokens as leaves; its numbers are those of these tokens."""
+
+    _spec: PassSpec
+
+    @property
+    def streams(self) -> tuple[TokenStream, ...]:
+        """The streams whose tokens are leaves, one after the other."""
+        return tuple(source.stream for source in self._spec.sources)
+
+    @property
+    def grid(self) -> tuple[int, int] | None:
+        """The (rows, columns) of the tokens, if they are those of an image that enters the first block."""
+        origin = self._spec.sources[0].origin
+        return origin.grid if isinstance(origin, TokenCall) and len(self._spec.sources) == 1 else None
 
 
 Run = TypeVar("Run")

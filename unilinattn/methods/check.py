@@ -215,11 +215,11 @@ def _of_run(
         return one_each(logit(run.output), count).double(), None
     targets = None if positions is None else positions[explained.sequence].expand(count)
     logits = run.logits(targets).reshape(count, -1).double()
-    chosen = logit.logit if isinstance(logit, Centered) else logit
-    if chosen is None:
+    token = logit.logit if isinstance(logit, Centered) else logit
+    if token is None:
         prediction = explained.trace.explained_logit.prediction(explained.target)
-        chosen = int(logits[0].argmax() if prediction is None else prediction[explained.sequence])
-    ids = chosen_ids(logits, chosen)
+        token = int(logits[0].argmax() if prediction is None else prediction[explained.sequence])
+    ids = chosen_ids(logits, token)
     value, several = picked(logits, ids), logits.shape[-1] > 1
     if isinstance(logit, Centered) and several:
         value = value - logits.mean(-1)

@@ -96,13 +96,14 @@ class AttnLrp(SharesOptions):
     gives half of its part to each, and a key shares its half with the step size that scales it. A value and its gate
     share their product too.
 
-    Scores: (batch, query, key), without `query` for a target. Extras with the same axes: `content`, the exact share of
-    what the token sent along frozen factors (the scores of `logit`), and `control`, the part of the score on paths
-    through at least one factor: what the token decided. Extra without `key`: `logit`, the explained value.
+    Scores: (batch, query, key), without `query` for a target. Extras with the same axes: `content`, what the token
+    sent along frozen factors, and `control`, the part of the score on paths through at least one factor: what the token
+    decided. Extra without `key`: `logit`, the explained value.
 
     Scores do not add up to the logit: relevance is lost where a derivative of a softmax or of a decay is not the share
-    of its argument. `content` adds up to the logit with the bias that the method `logit` reports. The effects of
-    another input, which content and control approximate, are measured by `unilinattn.effects`.
+    of its argument. The sum of `content` is not checked: `Logit(centered=True)` returns these numbers with their bias
+    and completeness gap. The effects of another input, which content and control approximate, are measured by
+    `unilinattn.effects`.
 
     Raises `OptionError` for an unknown option or value, `InputError` for a model without logits, and `UncoveredError`
     for code whose products are hidden, such as a recurrent kernel or an autograd function of another package.

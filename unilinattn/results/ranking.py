@@ -40,7 +40,7 @@ class Ranking:
 
     Attributes:
         columns: names of the numbers: "score", and the `PARTS` of the result.
-        pairs: whether the scores are those of queries or layers; the score of a query's own key is then left out.
+        pairs: whether the scores are those of queries or layers; the score of a query's token is then left out.
         top: the largest scores of keys that are no attention sinks, without zeros.
         sinks: the largest score of each attention sink.
     """
@@ -90,7 +90,7 @@ class SequenceLabels:
         single: the sequence.
         real: True at the keys that are no padding.
         rows: True at the queries that are no padding; a result without a query axis has one.
-        own: the key that is the query's own token, -1 if it is none.
+        query_keys: the key that is each query's token, -1 if it is none.
         pairs: whether scores have a query, a layer or a head.
         quote: shows the text of a token.
     """
@@ -98,7 +98,7 @@ class SequenceLabels:
     single: Scores
     real: Bool[np.ndarray, " key"]
     rows: Bool[np.ndarray, " query"]
-    own: Int[np.ndarray, " query"]
+    query_keys: Int[np.ndarray, " query"]
     pairs: bool
     quote: Quote
 
@@ -108,24 +108,24 @@ class SequenceLabels:
         single = one_sequence(result, batch)
         keys, queries = single.sizes["key"], single.sizes.get("query", 1)
         real = np.ones(keys, dtype=bool) if single.mask is None else single.mask[0].cpu().numpy()
-        rows, own = np.ones(queries, dtype=bool), np.full(queries, -1)
+        rows, query_keys = np.ones(queries, dtype=bool), np.full(queries, -1)
         if "query" not in single.dims:
             target = target_key(result, batch, int(real.sum()))
             if target is not None:
-                own[0] = np.flatnonzero(real)[target]
+                query_keys[0] = np.flatnonzero(real)[target]
         elif queries == keys:
-            rows, own = real, np.arange(keys)
+            rows, query_keys = real, np.arange(keys)
         elif single.streams and len(single.streams["query"]) == 1:
             slot = slots(single.streams["key"]).get(next(iter(single.streams["query"])))
-            own = own if slot is None else np.arange(slot.start, slot.stop)
-        return cls(single, real, rows, own, single.dims != ("key",), quote)
+            query_keys = query_keys if slot is None else np.arange(slot.start, slot.stop)
+        return cls(single, real, rows, query_keys, single.dims != ("key",), quote)
 
     def name(self, index: Index) -> str:
         """Return the layer, head, query and key of a score: "h.0, head 2, 4 ' is' <- 0 'The'"."""
         row = self.row(index[:-1])
-        if self.pairs and "query" not in self.single.dims and self.own[0] >= 0:
-            row = ", ".join(text for text in (row, self.key(int(self.own[0]))) if text)
-        arrow = " <- " if "query" in self.single.dims or (self.pairs and self.own[0] >= 0) else " "
+        if self.pairs and "query" not in self.single.dims and self.query_keys[0] >= 0:
+            row = ", ".join(text for text in (row, self.key(int(self.query_keys[0]))) if text)
+        arrow = " <- " if "query" in self.single.dims or (self.pairs and self.query_keys[0] >= 0) else " "
         return f"{row}{arrow}{self.key(index[-1])}".lstrip()
 
     def row(self, index: Index) -> str:
@@ -170,9 +170,9 @@ def _chunks(labels: SequenceLabels) -> Iterator[tuple[list[Index], Float[Tensor,
             sizes = rows[first : first + height].cpu().to(dtype).abs().nan_to_num(0.0)
             chunk = slice(first, first + len(sizes))
             sizes[~torch.from_numpy(labels.rows[chunk])] = 0
-            own = torch.from_numpy(labels.own[chunk])
+            columns = torch.from_numpy(labels.query_keys[chunk])
             if labels.pairs:
-                sizes[own >= 0, own[own >= 0]] = 0
+                sizes[columns >= 0, columns[columns >= 0]] = 0
             queries = range(first, first + len(sizes))
             yield [(*index, query) if "query" in single.dims else index for query in queries], sizes
 

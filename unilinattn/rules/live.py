@@ -300,12 +300,10 @@ def _lerp(mode: Live, func: Any, x: Any, end: Any, weight: Any) -> Tensor:
 def _addmm(mode: Live, func: Any, *args: Any, **kwargs: Any) -> Tensor:
     names = ("input", "mat1", "mat2", "batch1", "batch2")
     x, left, right = (*args, *(kwargs.pop(name) for name in names if name in kwargs))
-    scales = kwargs
     if not (carried(left) and carried(right)):
-        return func(x, left, right, **scales)
-    return torch.add(
-        x * scales.get("beta", 1), mode._product(torch.matmul, (left, right), {}), alpha=scales.get("alpha", 1)
-    )
+        return func(x, left, right, **kwargs)
+    product = mode._product(torch.matmul, (left, right), {})
+    return torch.add(x * kwargs.get("beta", 1), product, alpha=kwargs.get("alpha", 1))
 
 
 def _glu(mode: Live, func: Any, x: Tensor, dim: int = -1) -> Tensor:
