@@ -325,3 +325,26 @@ def test_the_sentence_has_both_falls() -> None:
         "replacing the top token lowers the difference of two logits by 0.12, a random one by 0 "
         "(5 draws, a difference of -0.2 to 0.3 at 95 %, which may be none)"
     )
+
+
+class TwoTables(nn.Module):
+    """A Transformer of torch with tables of words and of positions, which names neither."""
+
+    def __init__(self, words: int) -> None:
+        super().__init__()
+        self.words, self.positions = nn.Embedding(words, 16), nn.Embedding(20, 16)
+        layer = nn.TransformerEncoderLayer(16, 2, 24, dropout=0, batch_first=True)
+        self.encoder, self.head = nn.TransformerEncoder(layer, 1), nn.Linear(16, 30)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        vectors = self.words(input_ids) + self.positions(torch.arange(input_ids.shape[1]))
+        return self.head(self.encoder(vectors))
+
+
+def test_ids_are_drawn_from_the_table_with_a_logit_for_each() -> None:
+    torch.manual_seed(0)
+    ids = torch.randint(20, (1, 9))
+    result = ula.explain(TwoTables(30).eval(), ids, target=-1, check=True)
+    assert result.checks is not None and result.checks[0].log_p is not None
+    with pytest.raises(InputError, match=r"number of ids of TwoTables is unknown.*get_input_embeddings"):
+        ula.explain(TwoTables(25).eval(), ids, method="logit", target=0, logit=lambda out: out[:, -1, 3], check=True)

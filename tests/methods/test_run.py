@@ -79,6 +79,14 @@ def test_the_default_is_logit(target: int | None) -> None:
         explain(host_trace, p=1)
 
 
+def test_the_default_of_softmax_attention_is_attn_lrp() -> None:
+    host_trace = traced("gpt2")
+    assert explain(host_trace, target=-1).method == "attn_lrp"
+    assert explain(host_trace, target=-1, by="layer").method == "logit"
+    with pytest.raises(OptionError, match="attn_lrp takes no option 'centred'; did you mean 'centered'"):
+        explain(host_trace, target=-1, centred=True)
+
+
 @pytest.mark.parametrize("target", [None, -1])
 def test_the_default_without_logits_is_alti_composed_over_layers(target: int | None) -> None:
     host_trace = trace(HOSTS["mamba2"].model().base_model, inputs())

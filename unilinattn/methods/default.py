@@ -44,9 +44,10 @@ def chosen_method(name: str | None, options: dict[str, Any], traced: Trace) -> t
         return registered(name), options
     if not traced.explained_logit.exists and options.get("logit") is None:
         return registered(COMPOSED.name), {**COMPOSED.keywords, **options}
-    takes_all = options.keys() <= ATTENTION.model_fields.keys()
-    default = ATTENTION if takes_all and any(map(_attends, traced.layers)) else RECURRENT
-    return registered(default.name), options
+    default = ATTENTION if any(map(_attends, traced.layers)) else RECURRENT
+    fields = options.keys() - ATTENTION.model_fields.keys()
+    names_other = bool(fields) and options.keys() <= RECURRENT.model_fields.keys()
+    return registered((RECURRENT if names_other else default).name), options
 
 
 def _attends(layer: Layer) -> bool:

@@ -205,7 +205,8 @@ def ordinary_ids(trace: Trace, tokenizer: Any) -> Int[Tensor, " id"]:
     size = _vocabulary(trace)
     if size is None:
         raise InputError(
-            f"the number of ids of {trace.model} is unknown, so none can be drawn; `effects` takes ids as replacement=."
+            f"the number of ids of {trace.model} is unknown, so none can be drawn: it has several tables of embeddings "
+            "and names none by get_input_embeddings(). Add this method, or give `effects` ids as replacement=."
         )
     ids = torch.arange(min(size, len(tokenizer)) if hasattr(tokenizer, "__len__") else size, device="cpu")
     special = torch.tensor(getattr(tokenizer, "all_special_ids", []), dtype=torch.long, device="cpu")
@@ -236,9 +237,16 @@ def other_ids(
 
 
 def _vocabulary(trace: Trace) -> int | None:
-    """Return the number of ids of a model, that of its only table if it names none; None if it is unknown."""
-    tables = [module.num_embeddings for module in trace.host.modules() if isinstance(module, nn.Embedding)]
-    return vocabulary_size(trace.host) or (tables[0] if len(tables) == 1 else None)
+    """Return the number of ids of a model, None if it is unknown.
+
+    It is that of the table that the model names, else of its only table, or of one that has a logit for each entry.
+    """
+    if (size := vocabulary_size(trace.host)) is not None:
+        return size
+    tables = {module.num_embeddings for module in trace.host.modules() if isinstance(module, nn.Embedding)}
+    if len(tables) > 1 and trace.explained_logit.exists:
+        tables &= {trace.explained_logit.logits.shape[-1]}
+    return next(iter(tables)) if len(tables) == 1 else None
 
 
 def _require_vocabulary(trace: Trace, ids: Sequence[int]) -> None:
