@@ -166,7 +166,9 @@ def _mamba2(mixer: Any, weights: Weights, x: Tensor, *args: Any, **kwargs: Any) 
         state = decay[:, t, :, None, None] * state + written
         outputs.append((state * query[:, t, :, None]).sum(-1))
     read = (torch.stack(outputs, 1) + mixer.D[:, None] * u).flatten(2)
-    grouped = product(read, silu(gate), weights).unflatten(-1, (-1, mixer.norm.group_size))
+    # Versions whose norm has no `group_size` normalise over all channels.
+    channels = getattr(mixer.norm, "group_size", inner)
+    grouped = product(read, silu(gate), weights).unflatten(-1, (-1, channels))
     return mixer.out_proj(mixer.norm.weight * _rms(grouped, mixer.norm.variance_epsilon).flatten(2))
 
 
