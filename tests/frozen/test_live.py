@@ -118,7 +118,8 @@ def test_a_batch_equals_its_sequences(name: str) -> None:
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", ["llama", "mamba2"])
 def test_padding_changes_no_relevance(name: str, side: str) -> None:
-    model, ids = MODELS[name](), token_ids()[:1]
+    # Mamba-2 of transformers 5.6.2 masks no batch of one.
+    model, ids = MODELS[name](), token_ids()[:2]
     width = (3, 0) if side == "left" else (0, 3)
     padded = functional.pad(ids, width, value=5)
     mask = functional.pad(torch.ones_like(ids), width)
