@@ -227,11 +227,14 @@ class _Sloped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, name: str, func: Callable[[Tensor], Tensor]) -> Tensor:
         ctx.save_for_backward(x)
+        ctx.set_materialize_grads(False)
         ctx.name, ctx.func, ctx.slope = name, func, None
         return func(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        if grad is None:
+            return None, None, None
         if ctx.slope is None:
             ctx.slope, _ = frozen_slope(ctx.name, ctx.func, ctx.saved_tensors[0])
         return grad * ctx.slope, None, None
@@ -243,13 +246,14 @@ class _Weighted(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, paths: Paths, share: str, scale: float) -> Tensor:
         ctx.paths, ctx.share, ctx.scale = paths, share, scale
+        ctx.set_materialize_grads(False)
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
         weight = ctx.scale * (getattr(ctx.paths, ctx.share) if ctx.share else 1)
         # Without a gradient, nothing before it is computed.
-        return (grad * weight if weight else None), None, None, None
+        return (grad * weight if grad is not None and weight else None), None, None, None
 
 
 def _mul(mode: Live, func: Any, x: Any, other: Any) -> Tensor:
