@@ -130,3 +130,10 @@ def test_the_properties_of_each_structure() -> None:
         ScalarDecay: ("scalar decay", True, True),
         Toeplitz: ("Toeplitz", True, False),
     }
+
+
+def test_a_weight_one_key_ahead_is_not_lower_triangular() -> None:
+    ahead = torch.eye(3)[None, None].clone()
+    ahead[..., 0, 1] = 1
+    assert Dense(ahead.mT).is_lower_triangular
+    assert not Dense(ahead).is_lower_triangular

@@ -10,6 +10,7 @@ from unilinattn.errors import OptionError, UncoveredError
 from unilinattn.mixers import Dense, Toeplitz
 from unilinattn.operator.flow import Flow
 from unilinattn.operator.operator import MixerOperator
+from unilinattn.operator.reconstruction import worst_error
 from unilinattn.operator.scopes import SCOPES
 from unilinattn.operator.stages import (
     Branch,
@@ -242,3 +243,10 @@ def test_every_scope_is_described_with_its_source() -> None:
     )
     with pytest.raises(OptionError, match="Accepted: core, layer, mixer, unified"):
         op.num_heads("everything")
+
+
+def test_a_reconstruction_error_is_that_of_the_worst_sequence() -> None:
+    reference = torch.ones(3, LENGTH, CHANNELS)
+    output = reference.clone()
+    output[1] *= 1.5
+    assert worst_error(output, reference) == pytest.approx(0.5)
