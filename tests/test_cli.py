@@ -144,15 +144,15 @@ def test_explain_refuses_an_inexact_layer_without_trust_warn(
     assert "WARNING: the operator of backbone.layers.1.mixer misses the host's output" in out and err == ""
 
 
-def test_the_default_is_logit_whose_parts_add_up(
+def test_the_parts_of_the_default_add_up(
     checkpoints: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "result.safetensors"
     assert cli.main(["explain", str(checkpoints / "mamba"), "--text", TEXT, "--out", str(out)]) == 0
     result = Attribution.load(out)
-    assert result.method == "logit" and result.dims == ("batch", "key")
+    assert result.method == "lrp" and result.dims == ("batch", "key")
     printed = capsys.readouterr().out
-    assert "logit: scores for position 5 ' mat', all layers" in printed
+    assert "lrp: scores for position 5 ' mat', all layers" in printed
     facts = [f"  {line}" for line in fact_lines(result)]
     assert "\n".join(facts) in printed and any(line.startswith("  bias ") for line in facts)
     tokens, bias, value = (float(x) for x in re.search(r"tokens (\S+) \+ biases (\S+) = (\S+), the", printed).groups())
@@ -288,7 +288,7 @@ def test_explain_refuses_bad_options(checkpoints: Path, tmp_path: Path, capsys: 
     assert "did you mean 'rollout'" in refused("--method", "rolout")
     assert "did you mean 'unified'" in refused("--method", "rollout", "--scope", "unifid")
     assert "did you mean 'discard'" in refused("--method", "rollout", "--option", "discrad=0.1")
-    assert "logit takes no option 'scope'" in refused("--scope", "core")
+    assert "lrp takes no option 'scope'" in refused("--scope", "core")
     assert "is not NAME=VALUE" in refused("--option", "discard")
     assert "no option 'logit'" in refused("--method", "alti", "--logit", "mat")
     assert "did you mean 'mat'? Give" in refused("--method", "attribution", "--logit", "matt")

@@ -127,7 +127,7 @@ def test_invalid_sources_are_refused(tmp_path: Path) -> None:
 def test_evaluate_reads_texts(tmp_path: Path) -> None:
     path = tmp_path / "texts.jsonl"
     path.write_text(f"{json.dumps({'text': PARIS})}\nbroken\n{json.dumps({'text': LONDON})}\n")
-    asked: dict[str, Any] = dict(methods=["logit", ("latim", {"layers": [1]})], metrics=["comprehensiveness"])
+    asked: dict[str, Any] = dict(methods=["lrp", ("latim", {"layers": [1]})], metrics=["comprehensiveness"])
     asked |= {"tokenizer": tokenizer(), "on_error": "skip", "baselines": ["recency"]}
     with pytest.warns(UserWarning, match="1 of 3 entries"):
         table = ula.evaluate({"mamba": mamba()}, path, out=tmp_path / "out", save_results=True, **asked)
@@ -135,7 +135,7 @@ def test_evaluate_reads_texts(tmp_path: Path) -> None:
     assert list(table) == list(ula.evaluate({"mamba": mamba()}, given, **{**asked, "on_error": "stop"}))
     files = sorted((tmp_path / "out" / "results").iterdir())
     assert [file.name for file in files] == [
-        f"0-{at:06d}-{name}.safetensors" for at in range(2) for name in ("0-recency", "1-logit", "2-latim_layers=_1_")
+        f"0-{at:06d}-{name}.safetensors" for at in range(2) for name in ("0-recency", "1-lrp", "2-latim_layers=_1_")
     ]
     stored = ula.Attribution.load(files[4])
     assert torch.equal(stored.scores, ula.explain(mamba(), LONDON, tokenizer=tokenizer(), target=-1).scores)

@@ -78,7 +78,7 @@ def test_a_tensor_with_a_logit_for_each_id_has_logits(wrap: Callable[[Tensor], A
     torch.manual_seed(0)
     model = Plain(wrap).double()
     inputs = torch.randint(9, (2, 5))
-    assert ula.explain(model, inputs, target=-1, progress=False).method == "logit"
+    assert ula.explain(model, inputs, target=-1, progress=False).method == "lrp"
     result = ula.explain(model, inputs, method=method, target=-1, progress=False)
     entry = Plain(lambda logits: {"logits": logits}).double()
     entry.load_state_dict(model.state_dict())

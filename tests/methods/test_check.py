@@ -61,7 +61,7 @@ def last_logits(model: nn.Module, ids: Tensor) -> Tensor:
 
 def induction(name: str = "mamba") -> tuple[nn.Module, Attribution]:
     model = load("induction", name)
-    return model, ula.explain(model, TASKS["induction"].sample(1, 0).input_ids, target=-1)
+    return model, ula.explain(model, TASKS["induction"].sample(1, 0).input_ids, method="logit", target=-1)
 
 
 def inputs_of(model: nn.Module, call: Callable[[], Any]) -> Tensor:
@@ -237,7 +237,7 @@ def test_a_check_is_saved_and_loaded(tmp_path: Path) -> None:
 
 def test_explain_stores_the_check() -> None:
     model, result = induction()
-    stored = ula.explain(model, TASKS["induction"].sample(1, 0).input_ids, target=-1, check=True)
+    stored = ula.explain(model, TASKS["induction"].sample(1, 0).input_ids, method="logit", target=-1, check=True)
     assert stored.checks == (result.check(),) and result.checks is None
     assert dataclasses.replace(stored, model="other").check() == result.check()
 

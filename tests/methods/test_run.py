@@ -14,7 +14,7 @@ from tests.methods import refused
 from tests.methods.hosts import BATCH, HOSTS, LENGTH, inputs, real_tokens, traced
 from tools.sweep_configs import tiny_config
 from unilinattn.errors import InputError, NonFiniteError, OptionError, UncoveredError
-from unilinattn.methods import alti, compare, estimate, explain, latim, logit, rollout
+from unilinattn.methods import alti, compare, estimate, explain, latim, lrp, rollout
 from unilinattn.tracing.trace import Trace, trace
 
 
@@ -69,13 +69,14 @@ def test_the_result_is_labelled() -> None:
 
 
 @pytest.mark.parametrize("target", [None, -1])
-def test_the_default_is_logit(target: int | None) -> None:
+def test_the_default_of_linear_rnns_is_lrp(target: int | None) -> None:
     host_trace = traced("mamba2", "left")
-    result, named = explain(host_trace, target=target), logit(host_trace, target=target)
+    result, named = explain(host_trace, target=target), lrp(host_trace, target=target)
     assert torch.equal(result.scores, named.scores)
-    assert (result.method, result.options) == ("logit", named.options)
-    assert repr(estimate(host_trace, target=target)) == repr(estimate(host_trace, target=target, method="logit"))
-    with pytest.raises(OptionError, match="logit takes no option 'p'"):
+    assert (result.method, result.options) == ("lrp", named.options)
+    assert repr(estimate(host_trace, target=target)) == repr(estimate(host_trace, target=target, method="lrp"))
+    assert explain(host_trace, target=target, by="layer").method == "logit"
+    with pytest.raises(OptionError, match="lrp takes no option 'p'"):
         explain(host_trace, p=1)
 
 
@@ -97,8 +98,8 @@ def test_the_default_without_logits_is_alti_composed_over_layers(target: int | N
     assert repr(estimate(host_trace, target=target)) == repr(
         estimate(host_trace, target=target, method="alti", compose="rollout")
     )
-    # `logit=` selects the method `logit`, which needs a scalar of this output.
-    assert explain(host_trace, logit=lambda out: out.last_hidden_state[:, -1].sum(-1)).method == "logit"
+    # `logit=` selects the default of models with logits, which needs a scalar of this output.
+    assert explain(host_trace, logit=lambda out: out.last_hidden_state[:, -1].sum(-1)).method == "lrp"
     with pytest.raises(InputError, match=r"returns no logits; give `logit` as a function of its output"):
         explain(host_trace, logit=3)
 

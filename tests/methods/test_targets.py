@@ -87,10 +87,10 @@ def test_cls_is_the_token_that_class_logits_read() -> None:
 def test_a_logit_is_named_by_its_text() -> None:
     ids = [tokenizer().convert_tokens_to_ids(token) for token in ("P", "L")]
     assert explained(target=-1, logit="P").options["logit"] == ids[0]
-    assert explained(target=-1, method=ula.methods.Logit(logit="P")).options["logit"] == ids[0]
+    assert explained(target=-1, method=ula.methods.Lrp(logit="P")).options["logit"] == ids[0]
     pair = explained(target=-1, logit=("P", "L"))
     assert pair.options["logit"] == ids
-    assert explained(target=-1, method=ula.methods.Logit(logit=("P", "L"))).options == pair.options
+    assert explained(target=-1, method=ula.methods.Lrp(logit=("P", "L"))).options == pair.options
     assert torch.equal(pair.scores, explained(target=-1, logit=tuple(ids)).scores)
 
 

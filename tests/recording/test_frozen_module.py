@@ -187,7 +187,7 @@ def test_methods_that_read_vectors_explain_loops_and_those_of_maps_say_why_they_
     trace = ula.trace(randomize(Model().eval()), ids, progress=False)
     logit = lambda out: out[:, -1, 3]  # noqa: E731
     result = ula.explain(trace, logit=logit, progress=False)
-    assert result.method == "logit" and float(result.completeness_gap) < 1e-4
+    assert result.method == "lrp" and float(result.completeness_gap) < 1e-4
     for method in ("latim", "alti"):
         errors = ula.explain(trace, method=method, target=-1).reconstruction_error
         assert set(errors) == {"mixers.0", "mixers.1"} and max(errors.values()) < 1e-4

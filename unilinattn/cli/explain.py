@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> None:
     label = "the token itself and the residual stream" if counts_residual(result) else "the token itself"
     sinks = () if result.sinks is None else result.sinks[0]
     print(bar_chart(texts, scores, position, label, sinks))
-    if result.method == "logit":
+    if "gap" in result.extras and "layer" not in result.dims:
         print(_sum_line(result))
     _finish(result, options.out)
 

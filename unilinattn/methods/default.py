@@ -10,7 +10,7 @@ from unilinattn.errors import OptionError
 from unilinattn.methods.needs import REFUSALS
 from unilinattn.mixers import Dense
 from unilinattn.operator.stages import Mix, walk
-from unilinattn.options import Alti, AttnLrp, Logit, Options
+from unilinattn.options import Alti, AttnLrp, Logit, Lrp, Options
 from unilinattn.registry import Method
 from unilinattn.registry import method as registered
 from unilinattn.results.attribution import Attribution
@@ -21,8 +21,11 @@ from unilinattn.tracing.trace import Target, Trace
 ATTENTION: type[Options] = AttnLrp
 """Default method of `explain` for models with logits and softmax attention: it counts what a token decided."""
 
-RECURRENT: type[Options] = Logit
-"""Default method of `explain` for other models with logits, whose shares find the answers of trained linear RNNs."""
+RECURRENT: type[Options] = Lrp
+"""Default method of `explain` for other models with logits, whose relevances add up to the logit."""
+
+SHARES: type[Options] = Logit
+"""The method of options that neither of these has, such as `by`."""
 
 COMPOSED = Alti(compose="rollout")
 """Default method of `explain` for models without logits.
@@ -38,7 +41,7 @@ SINGLE = ("latim", "raw")
 def chosen_method(name: str | None, options: dict[str, Any], traced: Trace) -> tuple[Method, dict[str, Any]]:
     """Return the named method and `options`; without a name the model's default method and its options.
 
-    Options that only `RECURRENT` has, such as `by`, name it.
+    Options that only `SHARES` has, such as `by`, name it.
     """
     if name is not None:
         return registered(name), options
@@ -46,8 +49,8 @@ def chosen_method(name: str | None, options: dict[str, Any], traced: Trace) -> t
         return registered(COMPOSED.name), {**COMPOSED.keywords, **options}
     default = ATTENTION if any(map(_attends, traced.layers)) else RECURRENT
     fields = options.keys() - ATTENTION.model_fields.keys()
-    names_other = bool(fields) and options.keys() <= RECURRENT.model_fields.keys()
-    return registered((RECURRENT if names_other else default).name), options
+    names_shares = bool(fields) and options.keys() <= SHARES.model_fields.keys()
+    return registered((SHARES if names_shares else default).name), options
 
 
 def _attends(layer: Layer) -> bool:

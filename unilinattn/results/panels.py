@@ -13,7 +13,7 @@ from unilinattn.results.scores import Scores, count_kinds, score_array
 from unilinattn.results.streams import slots
 from unilinattn.viz.colours import Array, largest, shown
 
-COUNT_THE_RESIDUAL = ("alti", "alti_logit", "attribution", "logit", "rollout")
+COUNT_THE_RESIDUAL = ("alti", "alti_logit", "attribution", "logit", "lrp", "rollout")
 """Methods that add the residual stream to each query's own key, for any options."""
 
 
