@@ -144,9 +144,7 @@ def test_explain_refuses_an_inexact_layer_without_trust_warn(
     assert "WARNING: the operator of backbone.layers.1.mixer misses the host's output" in out and err == ""
 
 
-def test_the_parts_of_the_default_add_up(
-    checkpoints: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_parts_of_the_default_add_up(checkpoints: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "result.safetensors"
     assert cli.main(["explain", str(checkpoints / "mamba"), "--text", TEXT, "--out", str(out)]) == 0
     result = Attribution.load(out)
