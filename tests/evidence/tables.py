@@ -1,8 +1,8 @@
 """Tables of made numbers, for the verdicts of claims."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
-from evidence.claims import Results
+from evidence.claims import Claim, Results, outcomes, verdict
 from unilinattn.evaluation import Table
 from unilinattn.evaluation.table import PARTS
 
@@ -25,3 +25,12 @@ def made(tables: dict[str, tuple[Iterable[str], Iterable[str], Iterable[str]]], 
         return Table(found)
 
     return Results({name: {seed: rows(*parts) for seed in (0, 1)} for name, parts in tables.items()})
+
+
+def verdicts(claims: Sequence[Claim], results: Results) -> dict[str, str]:
+    """Return the verdict of each claim, by its text and source."""
+    rows = outcomes(claims, results)
+    return {
+        f"{claim.text} {claim.source}": verdict(claim, [row for row in rows if row["claim"] == at])
+        for at, claim in enumerate(claims)
+    }
