@@ -29,10 +29,11 @@ def intervals(
 ) -> list[tuple[float, float]]:
     """Return percentile intervals of weighted sums of numbers that were measured on the same samples.
 
-    A resample draws as many seeds as there are, with replacement, and for each of them samples of this seed, with
-    replacement, the same ones for every number: so a difference is that of paired samples. The number of a resample is
-    the mean over the drawn seeds of the metric over the drawn samples (Davison and Hinkley, "Bootstrap Methods and
-    their Application" (1997), 3.8).
+    A resample draws as many seeds as there are, with replacement, and as many samples as a seed has, with replacement.
+    They are the same for every number, so that a difference is that of paired samples, and for every seed with as many,
+    since seeds may share their samples. A seed that is drawn twice counts twice, with the same samples. The number of a
+    resample is the mean over the drawn seeds of the metric over the drawn samples (Davison and Hinkley, "Bootstrap
+    Methods and their Application" (1997), 3.8, for samples within seeds).
     """
     order = {term: column for column, term in enumerate(numbers)}
     weights = np.zeros((len(order), len(sums)))
@@ -53,12 +54,17 @@ def _means(
     of_seeds: Sequence[Float[np.ndarray, "sample term part 2"]], count: int, random: np.random.Generator
 ) -> Float[np.ndarray, "resample term"]:
     """Return the number of each term in `count` resamples."""
-    slots = random.integers(len(of_seeds), size=(count, len(of_seeds)))
-    ratios = np.empty((*slots.shape, of_seeds[0].shape[1]))
-    for seed, numbers in enumerate(of_seeds):
-        samples, (rows, columns) = len(numbers), (slots == seed).nonzero()
-        positions = random.integers(samples, size=(len(rows), samples)) + samples * np.arange(len(rows))[:, None]
-        counts = np.bincount(positions.ravel(), minlength=len(rows) * samples).reshape(len(rows), samples)
-        sums = (counts.astype(np.float64) @ numbers.reshape(samples, -1)).reshape(len(rows), *numbers.shape[1:])
-        ratios[rows, columns] = (sums[..., 0] / sums[..., 1]).mean(-1)
-    return ratios.mean(1)
+    seeds = len(of_seeds)
+    shares = _counts(seeds, count, random) / seeds
+    drawn = {samples: _counts(samples, count, random) for samples in {len(numbers) for numbers in of_seeds}}
+    means = np.zeros((count, of_seeds[0].shape[1]))
+    for share, numbers in zip(shares.T, of_seeds, strict=True):
+        sums = (drawn[len(numbers)] @ numbers.reshape(len(numbers), -1)).reshape(count, *numbers.shape[1:])
+        means += share[:, None] * (sums[..., 0] / sums[..., 1]).mean(-1)
+    return means
+
+
+def _counts(size: int, count: int, random: np.random.Generator) -> Float[np.ndarray, "resample size"]:
+    """Return how often each of `size` things is drawn in each of `count` resamples of `size`."""
+    things = random.integers(size, size=(count, size)) + size * np.arange(count)[:, None]
+    return np.bincount(things.ravel(), minlength=count * size).reshape(count, size).astype(np.float64)

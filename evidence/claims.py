@@ -132,11 +132,21 @@ def outcomes(claims: Sequence[Claim], results: Results) -> list[dict[str, Any]]:
             "low": _rounded(ends[one][0]),
             "high": _rounded(ends[one][1]),
             "level": float(f"{level:.6f}"),
-            "verdict": one.verdict(*ends[one]),
+            "verdict": one.verdict(*ends[one]) if suffices(numbers[one.terms[0][1]], level) else "inconclusive",
         }
         for at, claim in enumerate(claims)
         for one in claim.comparisons
     ]
+
+
+def suffices(numbers: Numbers, level: float) -> bool:
+    """Return whether the samples of a seed are enough for a verdict at a level.
+
+    A sign test of n samples has no smaller two-sided p-value than 2^(1 - n), and the resamples of fewer samples than it
+    needs have no tails. A single number of each seed is exact, and no sample.
+    """
+    fewest = min(len(of_seed) for of_seed in numbers)
+    return fewest == 1 or 2.0 ** (1 - fewest) <= 1 - level
 
 
 def verdict(claim: Claim, rows: Sequence[Mapping[str, Any]]) -> str:

@@ -27,8 +27,10 @@ random weights; `ARGS="--write"` records the numbers and writes this page. A stu
   that it names, is *contradicted* if the interval lies on the other side, and *inconclusive* if the bound is within. A
   claim holds if all its comparisons do, is contradicted if one is, and inconclusive otherwise.
 - Intervals are those of one hierarchical bootstrap of {resamples:,} resamples: {seeds} seeds are drawn with
-  replacement, then samples of each, the same ones for the two sides of a difference. Their level is Bonferroni's: 1 -
-  0.05 / m for the m comparisons of a study, so that all its intervals hold together with 95 %.
+  replacement, and the samples of each, the same ones for the two sides of a difference and for every seed, since seeds
+  may share their samples. Their level is Bonferroni's: 1 - 0.05 / m for the m comparisons of a study, so that all its
+  intervals hold together with 95 %. A comparison of n samples a seed is inconclusive if 0.05 / m is below 2^(1 - n),
+  the smallest p-value of their signs. Numbers that are equal in all samples have an interval without width.
 - Three seeds are few. One resample in 27 has a certain seed only, so at these levels an interval covers the samples of
   the weakest seed: no claim holds against one of its seeds. The between-seed spread is that of the trained models; a
   verdict is about them and new samples, and no test of three trainings could reject at less than 1/4 for a fourth.

@@ -11,14 +11,14 @@ Value = Callable[[str, str], float]
 
 
 def made(tables: dict[str, tuple[Iterable[str], Iterable[str], Iterable[str]]], value: Value) -> Results:
-    """Return results of two seeds and six samples: for each table its models, methods and metrics."""
+    """Return results of two seeds and twenty samples: for each table its models, methods and metrics."""
 
     def rows(models: Iterable[str], methods: Iterable[str], metrics: Iterable[str]) -> Table:
         found = []
         for model in models:
             for method in methods:
                 for metric in metrics:
-                    for sample in range(6):
+                    for sample in range(20):
                         number = value(method, metric) + 0.001 * sample
                         row = {"model": model, "method": method, "layer": "", "sample": str(sample), "metric": metric}
                         found.append({**row, "value": number, PARTS: [[number, 1.0]]})

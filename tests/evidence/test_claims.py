@@ -67,6 +67,12 @@ def test_a_difference_is_that_of_paired_samples() -> None:
     assert (low, high) == (pytest.approx(1, abs=1e-5), pytest.approx(1, abs=1e-5))
 
 
+def test_seeds_that_share_their_samples_add_no_samples() -> None:
+    values = np.random.default_rng(3).normal(0, 1, 60)
+    ((alone,), (thrice,)) = (intervals({ONE: [parts(values)] * seeds}, [{ONE: 1.0}], 0.95, 8000) for seeds in (1, 3))
+    assert thrice == pytest.approx(alone, abs=0.1 * (alone[1] - alone[0]))
+
+
 def test_ratios_are_pooled_before_they_are_divided() -> None:
     # The ratios of the single samples are 1 and 0, their mean one half; of the pooled ones 10 / 40.
     numbers = {ONE: [parts(np.tile([1.0, 0.0], 50), np.tile([10.0, 30.0], 50))]}
@@ -125,6 +131,18 @@ def test_the_level_is_corrected_for_the_comparisons_of_a_study(monkeypatch: pyte
     assert alone["level"] == 0.95
     assert rows[0]["low"] < alone["low"] < alone["effect"] < alone["high"] < rows[0]["high"]
     assert (rows[0]["claim"], rows[1]["claim"], rows[0]["samples"]) == (0, 1, [60, 60, 60])
+
+
+def test_few_samples_decide_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bootstrap, "RESAMPLES", 500)
+    claims = [Claim.of("", HERE, better("t", "ap", "good", "poor", ["m"]))]
+
+    def of(samples: int) -> str:
+        every = Results({"t": {seed: table(5, seed, samples) for seed in range(3)}})
+        return str(outcomes(claims, every)[0]["verdict"])
+
+    # 2^(1 - 5) is 0.0625, and 2^(1 - 6) is 0.03125; a single number is exact.
+    assert [of(samples) for samples in (1, 5, 6)] == ["holds", "inconclusive", "holds"]
 
 
 def test_the_reason_is_made_of_the_rows_and_lists_those_that_decide() -> None:

@@ -65,14 +65,13 @@ def recomputed(study: dict[str, Any], row: dict[str, Any], resamples: int = 40_0
     seeds = len(row["samples"])
     drawn_seeds = random.integers(seeds, size=(resamples, seeds))
     effect, total = 0.0, np.zeros(resamples)
-    # A resample of a seed is a vector of counts.
-    counts = [[random.multinomial(n, np.full(n, 1 / n), resamples) for n in row["samples"]] for _ in range(seeds)]
+    # A resample of samples is a vector of counts, the same for seeds with as many samples.
+    counts = {n: random.multinomial(n, np.full(n, 1 / n), resamples) for n in row["samples"]}
     for weight, *term in row["terms"]:
         numbers = sample_numbers(study, term)
         effect += weight * np.mean([((r * w).sum(0) / w.sum(0)).mean() for r, w in numbers])
-        for slot in range(seeds):
-            by_seed = [((c @ (r * w)) / (c @ w)).mean(1) for c, (r, w) in zip(counts[slot], numbers, strict=True)]
-            total += weight / seeds * np.choose(drawn_seeds[:, slot], by_seed)
+        by_seed = [((counts[len(r)] @ (r * w)) / (counts[len(r)] @ w)).mean(1) for r, w in numbers]
+        total += weight * np.mean([np.choose(drawn_seeds[:, slot], by_seed) for slot in range(seeds)], axis=0)
     return effect, total
 
 
@@ -89,6 +88,9 @@ def test_a_verdict_follows_from_the_recorded_samples(name: str, row: dict[str, A
     low, high = np.quantile(resampled, [(1 - level) / 2, (1 + level) / 2])
     above, below = low > row["bound"], high < row["bound"]
     right, wrong = (below, above) if row["relation"] in "<≤" else (above, below)
+    fewest = min(row["samples"])
+    if 1 < fewest and 2.0 ** (1 - fewest) > 1 - level:
+        right = wrong = False
     assert row["verdict"] == ("holds" if right else "contradicted" if wrong else "inconclusive")
 
 
