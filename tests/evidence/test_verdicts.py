@@ -89,7 +89,7 @@ def test_a_verdict_follows_from_the_recorded_samples(name: str, row: dict[str, A
     above, below = low > row["bound"], high < row["bound"]
     right, wrong = (below, above) if row["relation"] in "<≤" else (above, below)
     fewest = min(row["samples"])
-    if 1 < fewest and 2.0 ** (1 - fewest) > 1 - level:
+    if fewest > 1 and 2.0 ** (1 - fewest) > 1 - level:
         right = wrong = False
     assert row["verdict"] == ("holds" if right else "contradicted" if wrong else "inconclusive")
 
