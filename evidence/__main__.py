@@ -22,8 +22,8 @@ import torch
 
 from benchmarks.machine import machine
 from evidence import NAMES, real, record, study
-from evidence.claims import Results
-from evidence.page import page
+from evidence.claims import Results, outcomes, verdict
+from evidence.page import page, reason
 from evidence.study import FOLDER, SEEDS, Study
 from evidence.training import fingerprint
 from evidence.training import record as training_record
@@ -93,8 +93,11 @@ def evaluate(one: Study, weights: Path, out: Path, processes: Processes, say: An
     for name, tables in results.tables.items():
         say(f"\n{name}, seed {min(tables)}\n{tables[min(tables)]}")
     say("")
-    for claim in one.claims(results):
-        say(f"{claim.verdict}: {claim.text} ({claim.source})\n  {claim.reason}")
+    claims = one.claims(results)
+    rows = outcomes(claims, results)
+    for at, claim in enumerate(claims):
+        of_claim = [row for row in rows if row["claim"] == at]
+        say(f"{verdict(claim, of_claim)}: {claim.text} ({claim.source})\n  {reason(of_claim) or claim.untested}")
     return results, seconds
 
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import unilinattn as ula
-from evidence.claims import Claim, Outcome, Results
+from evidence.claims import HERE, Claim, Results
+from evidence.comparisons import Comparison, better
 from evidence.drawing import draw_links
 from evidence.hosts import builder
 from evidence.pictures import BASELINES, figure
@@ -142,6 +143,7 @@ whose gender a modifier takes is a possible link, since the gender also stands i
 Recall. Candidates are the source words. AER counts the links of all sentences; AP is the mean over target words, for
 the sure links.
 """
+    unit = "sentences"
     caption = (
         "One sentence, translated by Mamba-2: the source above, the translation below. A line is as strong as its "
         "score, relative to the best of its target word; sure links are dark blue, possible ones dotted, wrong ones "
@@ -222,14 +224,14 @@ the sure links.
         """Return the claims of LaTIM 4.2 and 4.4, and those of this library."""
         both, every = MODELS[:2], MODELS
 
-        def lower(method: str, than: str, models: tuple[str, ...], table: str = "sentences") -> Outcome:
-            return results.better(table, "aer", method, than, models, larger=False)
+        def lower(method: str, than: str, models: tuple[str, ...], table: str = "sentences") -> list[Comparison]:
+            return better(table, "aer", method, than, models, larger=False)
 
-        def sharper(method: str, than: str, models: tuple[str, ...]) -> Outcome:
-            return results.better("sentences", "entropy", method, than, models, larger=False)
+        def sharper(method: str, than: str, models: tuple[str, ...]) -> list[Comparison]:
+            return better("sentences", "entropy", method, than, models, larger=False)
 
-        def precise(method: str, than: str, table: str = "sentences") -> Outcome:
-            return results.better(table, "ap", method, than, every)
+        def precise(method: str, than: str, table: str = "sentences") -> list[Comparison]:
+            return better(table, "ap", method, than, every)
 
         ends = [name for name in END_TO_END if name != "logit"]
         claims = [
@@ -263,26 +265,26 @@ the sure links.
                 sharper("alti_logit", "raw", both),
                 lower("latim l2", "alti_logit", both),
             ),
-            Claim.untested(
+            Claim(
                 "Mamba without activation, retrained, has the best AER at a high COMET",
                 "LaTIM 4.4, Table 4",
-                "It needs the pretraining of a language model, and COMET compares translations of natural sentences",
+                untested="it needs a pretrained language model, and COMET compares translations of natural sentences",
             ),
-            Claim.untested(
+            Claim(
                 "The ranking is the same for models of 130M and 370M parameters",
                 "LaTIM Table 3",
-                "The pretrained checkpoints and IWSLT17 are not part of this repository",
+                untested="the pretrained checkpoints and IWSLT17 are not part of this repository",
             ),
-            Claim.of("`alti` finds more than `raw` on every architecture", "here", precise("alti", "raw")),
-            Claim.of("`latim` finds more than `raw` on every architecture", "here", precise("latim l2", "raw")),
+            Claim.of("`alti` finds more than `raw` on every architecture", HERE, precise("alti", "raw")),
+            Claim.of("`latim` finds more than `raw` on every architecture", HERE, precise("latim l2", "raw")),
             Claim.of(
                 "`logit` is the best method of all layers that explains every word in one run",
-                "here",
+                HERE,
                 *(precise("logit", other) for other in ends),
             ),
             Claim.of(
                 "`logit` finds more than the methods that take a backward pass of the model for each word",
-                "here",
+                HERE,
                 *(precise("logit", other, "words") for other in BY_WORD),
             ),
         ]
@@ -290,7 +292,7 @@ the sure links.
             claims += [
                 Claim.of(
                     f"`{method}` aligns better than every baseline",
-                    "here",
+                    HERE,
                     *(lower(method, baseline, every, table) for baseline in BASELINES),
                 )
                 for method in methods

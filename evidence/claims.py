@@ -1,73 +1,55 @@
 """Claims and their verdicts, which are derived from the numbers of several seeds."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from statistics import fmean
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
+from evidence import bootstrap
+from evidence.bootstrap import Numbers, intervals, pooled
+from evidence.comparisons import Comparison, Term
 from unilinattn.errors import InputError
 from unilinattn.evaluation import Table
 from unilinattn.evaluation.table import PARTS, pool
-from unilinattn.optional import import_extra
 
-Verdict = Literal["holds", "does not hold", "not tested"]
+VERDICTS = ("holds", "contradicted", "inconclusive", "not tested")
 
-RESAMPLES = 2000
-"""Resamples of a bootstrap."""
+LEVEL = 0.95
+"""Level of the intervals of all comparisons of a study together."""
 
-LISTED = 4
-"""Most parts of a claim that its reason lists."""
-
-CONFIDENCE = 0.95
-"""Confidence level of the intervals."""
+DECIMALS = 4
+"""Decimals of a sample's number, in the verdicts and in the record."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A statement and its verdict.
+    """A statement that holds if all its comparisons do.
 
     Attributes:
         text: the statement.
-        source: the paper and its table or section; "here" for a statement of this library.
-        verdict: "holds", "does not hold" or "not tested".
-        reason: the numbers behind the verdict, or why the claim is not tested.
+        source: the paper and its table or section; `HERE` for a statement of this library.
+        comparisons: the comparisons that test it, none for a claim that is not tested.
+        untested: the reason for which nothing here tests it.
     """
 
     text: str
     source: str
-    verdict: Verdict
-    reason: str
+    comparisons: tuple[Comparison, ...] = ()
+    untested: str = ""
 
     @classmethod
-    def untested(cls, text: str, source: str, reason: str) -> "Claim":
-        """Return a claim of a paper that nothing here tests."""
-        return cls(text, source, "not tested", reason)
-
-    @classmethod
-    def of(cls, text: str, source: str, *outcomes: "Outcome") -> "Claim":
-        """Return a claim that holds if each outcome does."""
-        failing = [outcome for outcome in outcomes if not outcome.holds]
-        verdict: Verdict = "does not hold" if failing else "holds"
-        if len(outcomes) <= LISTED:
-            return cls(text, source, verdict, "; ".join(map(str, outcomes)))
-        listed = "; ".join(map(str, failing[:LISTED]))
-        more = f"; and {len(failing) - LISTED} more" if len(failing) > LISTED else ""
-        count = f"{len(outcomes) - len(failing)} of {len(outcomes)} comparisons hold"
-        return cls(text, source, verdict, f"{count}{f', but not: {listed}{more}' if failing else ''}")
+    def of(cls, text: str, source: str, *comparisons: Comparison | Iterable[Comparison]) -> "Claim":
+        """Return a claim with its comparisons, single ones or lists of them."""
+        every: list[Comparison] = []
+        for entry in comparisons:
+            every += [entry] if isinstance(entry, Comparison) else entry
+        return cls(text, source, tuple(every))
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """A part of a claim: whether it holds, and the numbers in words."""
-
-    holds: bool
-    text: str
-
-    def __str__(self) -> str:
-        return self.text
+HERE = "here"
+"""The source of a claim of this library."""
 
 
 @dataclass(frozen=True)
@@ -93,106 +75,107 @@ class Results:
                     rows.setdefault((name, seed, row["model"], row["method"], row["metric"]), []).append(row)
         return rows
 
-    def rows(self, table: str, seed: int, model: str, method: str, metric: str) -> list[Mapping[str, Any]]:
-        """Return the rows of all samples."""
-        key = (table, seed, model, method, metric)
+    def rows(self, term: Term, seed: int) -> list[Mapping[str, Any]]:
+        """Return the rows of all samples of a seed."""
+        key = (term.table, seed, *term[1:])
         if key not in self._rows:
-            raise InputError(f"no numbers of {metric} for {method} on {model}, seed {seed}, in table {table!r}.")
+            raise InputError(
+                f"no numbers of {term.metric} for {term.method} on {term.model}, seed {seed}, in table {term.table!r}."
+            )
         return self._rows[key]
 
     def values(self, table: str, model: str, method: str, metric: str) -> list[float]:
         """Return a metric over all samples, for each seed."""
-        return [
-            pool([row[PARTS] for row in self.rows(table, seed, model, method, metric)]) for seed in self.tables[table]
-        ]
+        term = Term(table, model, method, metric)
+        return [pool([row[PARTS] for row in self.rows(term, seed)]) for seed in self.tables[table]]
 
-    def better(
-        self,
-        table: str,
-        metric: str,
-        method: str,
-        than: str,
-        models: Sequence[str],
-        *,
-        larger: bool = True,
-    ) -> Outcome:
-        """Return whether a method is better than another for every model and seed.
+    def names(self, term: Term) -> list[list[str]]:
+        """Return the names of the samples of each seed."""
+        return [[row["sample"] for row in self.rows(term, seed)] for seed in self.tables[term.table]]
 
-        It is better if the confidence interval of the difference, by a bootstrap over paired samples, excludes zero.
-        `larger`: whether larger values of the metric are better.
-        """
-        sign = 1 if larger else -1
-        intervals, differences = [], []
-        for model in models:
-            for seed in self.tables[table]:
-                pair = [self.rows(table, seed, model, name, metric) for name in (method, than)]
-                if [row["sample"] for row in pair[0]] != [row["sample"] for row in pair[1]]:
-                    raise InputError(f"{method} and {than} on {model} were measured on different samples.")
-                first, second = ([row[PARTS] for row in rows] for rows in pair)
-                differences.append(pool(first) - pool(second))
-                intervals.append(paired_interval(first, second))
-        wins = sum(min(sign * low, sign * high) > 0 for low, high in intervals)
-        losses = sum(max(sign * low, sign * high) < 0 for low, high in intervals)
-        count = len(intervals)
-        text = (
-            f"`{method}` against `{than}` by {metric}: better in {wins} of {count}, worse in {losses}, "
-            f"mean difference {fmean(differences):+.3f}"
-        )
-        return Outcome(wins == count, text)
-
-    def within(
-        self, table: str, metric: str, method: str, other: str, models: Sequence[str], *, most: float
-    ) -> Outcome:
-        """Return whether a metric of a method exceeds that of another by less than `most`, for every model and seed."""
-        gaps = [
-            a - b
-            for model in models
-            for a, b in zip(
-                self.values(table, model, method, metric), self.values(table, model, other, metric), strict=True
-            )
-        ]
-        passed = sum(gap < most for gap in gaps)
-        text = f"`{method}` less `{other}` by {metric} below {most}: {passed} of {len(gaps)} (mean {fmean(gaps):+.3f})"
-        return Outcome(passed == len(gaps), text)
-
-    def every(
-        self, table: str, metric: str, method: str, models: Sequence[str], test: Callable[[float], bool], text: str
-    ) -> Outcome:
-        """Return whether a metric passes a test for every model and seed; `text` names the test."""
-        values = {model: self.values(table, model, method, metric) for model in models}
-        passed = sum(test(value) for of_model in values.values() for value in of_model)
-        count = sum(map(len, values.values()))
-        means = ", ".join(f"{model} {fmean(of_model):.3g}".strip() for model, of_model in values.items())
-        return Outcome(passed == count, f"{text}: {passed} of {count} ({means})")
+    def numbers(self, term: Term) -> Numbers:
+        """Return a metric of each sample, its ratios and their denominators rounded to `DECIMALS`."""
+        every = []
+        for seed in self.tables[term.table]:
+            parts = np.array([row[PARTS] for row in self.rows(term, seed)], dtype=np.float64)
+            ratios, weights = (parts[..., 0] / parts[..., 1]).round(DECIMALS), parts[..., 1].round(DECIMALS)
+            every.append(np.stack([ratios * weights, weights], -1))
+        return every
 
 
-def paired_interval(
-    first: Sequence[Sequence[Sequence[float]]], second: Sequence[Sequence[Sequence[float]]]
-) -> tuple[float, float]:
-    """Return the confidence interval of the difference of a metric between two methods on the same samples.
+def outcomes(claims: Sequence[Claim], results: Results) -> list[dict[str, Any]]:
+    """Return a row for each comparison of each claim: n, effect, interval, corrected level and verdict.
 
-    Samples are drawn with replacement, both methods' together, and the metric of each draw is that of the pooled parts
-    (`evaluation.table.pool`): the percentile bootstrap of Efron and Tibshirani, "An Introduction to the Bootstrap"
-    (1993), 13.
+    The level of an interval is Bonferroni's, 1 - 0.05 / m for the m different comparisons of all claims, so that all
+    intervals hold together with 95 %.
     """
-    bootstrap = import_extra("scipy.stats", "evidence").bootstrap
-    parts = np.array([first, second], dtype=np.float64)
-    samples = np.arange(parts.shape[1])
+    numbers = {term: results.numbers(term) for claim in claims for term in _terms(claim.comparisons)}
+    distinct = list(dict.fromkeys(one for claim in claims for one in claim.comparisons))
+    level = 1 - (1 - LEVEL) / max(1, len(distinct))
+    groups: dict[Any, list[Comparison]] = {}
+    for comparison in distinct:
+        groups.setdefault(_layout(comparison, numbers, results), []).append(comparison)
+    ends: dict[Comparison, tuple[float, float]] = {}
+    for group in groups.values():
+        sums = [{term: weight for weight, term in one.terms} for one in group]
+        measured = {term: numbers[term] for term in _terms(group)}
+        ends.update(zip(group, intervals(measured, sums, level, bootstrap.RESAMPLES), strict=True))
+    return [
+        {
+            "claim": at,
+            "quantity": one.quantity,
+            "terms": [[weight, *term] for weight, term in one.terms],
+            "relation": one.relation,
+            "bound": one.bound,
+            "samples": [len(of_seed) for of_seed in numbers[one.terms[0][1]]],
+            "effect": _rounded(sum(weight * pooled(numbers[term]) for weight, term in one.terms)),
+            "low": _rounded(ends[one][0]),
+            "high": _rounded(ends[one][1]),
+            "level": float(f"{level:.6f}"),
+            "verdict": one.verdict(*ends[one]) if suffices(numbers[one.terms[0][1]], level) else "inconclusive",
+        }
+        for at, claim in enumerate(claims)
+        for one in claim.comparisons
+    ]
 
-    def difference(drawn: np.ndarray, axis: int = -1) -> np.ndarray:
-        # (method, part, numerator or denominator, draw, sample)
-        sums = np.moveaxis(parts, 1, -1)[..., drawn].sum(-1)
-        ratios = (sums[:, :, 0] / sums[:, :, 1]).mean(1)
-        return ratios[0] - ratios[1]
 
-    found = bootstrap(
-        (samples,),
-        difference,
-        n_resamples=RESAMPLES,
-        confidence_level=CONFIDENCE,
-        method="percentile",
-        vectorized=True,
-        batch=256,
-        rng=np.random.default_rng(0),
-    )
-    return float(found.confidence_interval.low), float(found.confidence_interval.high)
+def suffices(numbers: Numbers, level: float) -> bool:
+    """Return whether the samples of a seed are enough for a verdict at a level.
+
+    A sign test of n samples has no smaller two-sided p-value than 2^(1 - n), and the resamples of fewer samples than it
+    needs have no tails. A single number of each seed is exact, and no sample.
+    """
+    fewest = min(len(of_seed) for of_seed in numbers)
+    return fewest == 1 or 2.0 ** (1 - fewest) <= 1 - level
+
+
+def verdict(claim: Claim, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the verdict of a claim from the rows of its comparisons.
+
+    It is contradicted by one significant effect the other way, and holds if all its comparisons do.
+    """
+    if not claim.comparisons:
+        return "not tested"
+    verdicts = {row["verdict"] for row in rows}
+    return "contradicted" if "contradicted" in verdicts else "holds" if verdicts == {"holds"} else "inconclusive"
+
+
+def _terms(comparisons: Iterable[Comparison]) -> dict[Term, None]:
+    return dict.fromkeys(term for one in comparisons for _, term in one.terms)
+
+
+def _layout(comparison: Comparison, numbers: Mapping[Term, Numbers], results: Results) -> Any:
+    """Return the shapes of the numbers of a comparison, by seed.
+
+    Raises `InputError` if its numbers were measured on different samples.
+    """
+    (_, first), *others = comparison.terms
+    for _, other in others:
+        if results.names(first) != results.names(other):
+            pair = " and ".join(f"{term.method} on {term.model}" for term in (first, other))
+            raise InputError(f"{pair} were measured on different samples.")
+    return tuple(of_seed.shape for of_seed in numbers[first])
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.5g}")

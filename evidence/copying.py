@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import unilinattn as ula
-from evidence.claims import Claim, Results
+from evidence.claims import HERE, Claim, Results
+from evidence.comparisons import better, within
 from evidence.pictures import figure
 from evidence.study import Model, Size, Study, View
 from evidence.training import HELD_OUT_SEED, SELECTION_SEED, Recipe
@@ -162,7 +163,6 @@ that pattern. Methods that keep a layer axis are scored at one layer, chosen on 
     def claims(self, results: Results) -> list[Claim]:
         """Return the claims of LaTIM 4.1 and of this library."""
         recurrent, every = ("mamba2",), tuple(self.models)
-        better = results.better
         return [
             Claim.of(
                 "All variants of LaTIM outperform the baselines: raw attention, attribution and LRP",
@@ -183,17 +183,17 @@ that pattern. Methods that keep a layer axis are scored at one layer, chosen on 
             ),
             Claim.of(
                 "`alti` finds more than `raw` on every architecture",
-                "here",
+                HERE,
                 better("answer", "ap", "alti", "raw", every),
             ),
             Claim.of(
                 "`latim` finds more than `raw` on every architecture",
-                "here",
+                HERE,
                 better("answer", "ap", "latim l2", "raw", every),
             ),
             Claim.of(
                 "`logit`, end to end, finds more than `rollout`, `attribution` and integrated gradients",
-                "here",
+                HERE,
                 *(
                     better("answer", "ap", "logit", other, every)
                     for other in ("rollout", "attribution", "integrated gradients")
@@ -201,18 +201,18 @@ that pattern. Methods that keep a layer axis are scored at one layer, chosen on 
             ),
             Claim.of(
                 "`logit`, without a choice of a layer, finds no less than `latim` at its best layer",
-                "here",
-                results.within("answer", "ap", "latim l2", "logit", every, most=0.05),
+                HERE,
+                within("answer", "ap", "latim l2", "logit", every, most=0.05),
             ),
-            Claim.untested(
+            Claim(
                 "Mamba-1 finds less than Mamba-2 by every variant",
                 "LaTIM Table 2",
-                "a Mamba-1 of this size trains too slowly on two cores",
+                untested="a Mamba-1 of this size trains too slowly on two cores",
             ),
-            Claim.untested(
+            Claim(
                 "The numbers of pretrained models of 370 million parameters",
                 "LaTIM Table 2",
-                "the checkpoints are not part of this repository",
+                untested="the checkpoints are not part of this repository",
             ),
         ]
 

@@ -11,7 +11,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 import unilinattn as ula
-from evidence.claims import Claim, Results
+from evidence.claims import HERE, Claim, Results
+from evidence.comparisons import Comparison
+from evidence.comparisons import better as of_models
 from evidence.pictures import dots
 from evidence.rows import number
 from evidence.study import Size, Study, View
@@ -196,26 +198,27 @@ in the logit. Numbers are falls of the logit, averaged over sequences.
     def claims(self, results: Results) -> list[Claim]:
         """Return the claims of this library."""
 
-        def better(kind: str, k: int, method: str, than: str) -> list[Any]:
+        def better(kind: str, k: int, method: str, than: str) -> list[Comparison]:
             return [
-                results.better(f"{kind} of {name}", f"{k} cut", method, than, task.models)
+                one
                 for name, task in TASKS.items()
+                for one in of_models(f"{kind} of {name}", f"{k} cut", method, than, task.models)
             ]
 
         return [
             Claim.of(
                 "Every method finds tokens that matter more than random ones",
-                "here",
+                HERE,
                 *(outcome for method in METHODS for outcome in better("tokens", 4, method, "random")),
             ),
             Claim.of(
                 "The exact shares of `logit` find tokens that matter more than `rollout` and `attribution` do",
-                "here",
+                HERE,
                 *(outcome for other in ("rollout", "attribution") for outcome in better("tokens", 4, "logit", other)),
             ),
             Claim.of(
                 "Edges ranked by gradient x contribution matter more than those ranked by `raw`, `latim` and `alti`",
-                "here",
+                HERE,
                 *(
                     outcome
                     for other in ("raw", "latim", "alti")
@@ -224,7 +227,7 @@ in the logit. Numbers are falls of the logit, averaged over sequences.
             ),
             Claim.of(
                 "Edges ranked by `alti` matter more than random ones",
-                "here",
+                HERE,
                 *better("edges", 16, "alti", "random"),
             ),
         ]

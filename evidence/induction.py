@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import unilinattn as ula
-from evidence.claims import Claim, Results
+from evidence.claims import HERE, Claim, Results
+from evidence.comparisons import Comparison, Relation, better, bounded, within
 from evidence.conv_ssm import ConvSSMForCausalLM
 from evidence.mechanism import VOCABULARY, constructed, mechanism
 from evidence.pictures import COLOURS, figure
@@ -217,92 +218,100 @@ Mamba blocks. The paper's sequences have 255 tokens and its trainings up to 204,
     def claims(self, results: Results) -> list[Claim]:
         """Return the claims of the paper and of this library."""
         paper = "Induction"
-        every = partial(results.every, "accuracy", models=[""])
-        value = partial(results.every, "mechanism", "value", models=["conv_ssm"])
-        built = partial(results.every, "construction", "accuracy", models=[""])
+
+        def every(metric: str, model: str, relation: Relation, bound: float) -> list[Comparison]:
+            return bounded("accuracy", metric, model, [""], relation, bound)
+
+        def value(name: str, relation: Relation, bound: float) -> list[Comparison]:
+            return bounded("mechanism", "value", name, ["conv_ssm"], relation, bound)
+
+        def built(decay: float) -> list[Comparison]:
+            return bounded("construction", "accuracy", f"decay {decay}", [""], ">", 0.99)
+
         return [
             Claim.of(
                 "A convolution and a selective SSM, without norm, gate or second layer, solve induction without a "
                 "special token",
                 f"{paper} Table 2",
-                every("without", "conv_ssm", test=lambda a: a > 0.85, text="accuracy above 85 %"),
+                every("without", "conv_ssm", ">", 0.85),
             ),
             Claim.of(
                 "Neither the convolution nor the SSM solves the task without the other",
                 f"{paper} Table 2",
-                every("without", "conv", test=lambda a: a < 0.3, text="convolution only below 30 %"),
-                every("without", "ssm", test=lambda a: a < 0.3, text="SSM only below 30 %"),
-                every("with", "conv", test=lambda a: a < 0.3, text="convolution only, special token, below 30 %"),
-                every("with", "ssm", test=lambda a: a < 0.3, text="SSM only, special token, below 30 %"),
+                every("without", "conv", "<", 0.3),
+                every("without", "ssm", "<", 0.3),
+                every("with", "conv", "<", 0.3),
+                every("with", "ssm", "<", 0.3),
             ),
             Claim.of(
                 "With a special token every model with a convolution and an SSM is always right",
                 f"{paper} Table 2",
-                *(every("with", model, test=lambda a: a > 0.99, text=f"{model} above 99 %") for model in FULL),
+                *(every("with", model, ">", 0.99) for model in FULL),
             ),
             Claim.of(
                 "A second Mamba block adds little",
                 f"{paper} Table 2",
-                results.within("accuracy", "without", "mamba_x2", "mamba_x1", [""], most=0.05),
+                within("accuracy", "without", "mamba_x2", "mamba_x1", [""], most=0.05),
             ),
             Claim.of(
                 "The trained embeddings are orthogonal",
                 f"{paper} 4.2.1",
-                value("embedding similarity", test=lambda s: s < 0.1, text="mean absolute cosine below 0.1"),
+                value("embedding similarity", "<", 0.1),
             ),
             Claim.of(
                 "Channels of the convolution carry either token: the taps' sizes are negatively correlated",
                 f"{paper} 4.2.2",
-                value("tap correlation", test=lambda r: r < 0, text="rank correlation below 0 (paper: -.48)"),
-                value("tap Pearson", test=lambda r: r < 0, text="Pearson correlation below 0 (paper: -.55)"),
+                value("tap correlation", "<", 0),
+                value("tap Pearson", "<", 0),
             ),
             Claim.of(
                 "A key by the previous token matches the query by the same token: W_b (k_0 * e(w)) and "
                 "W_c (k_1 * e(w))",
                 f"{paper} 4.1, Eq. 16-17",
-                value("match of the same token", test=lambda s: s > 0.8, text="mean absolute cosine above 0.8"),
-                value("match of other tokens", test=lambda s: abs(s) < 0.2, text="of other tokens below 0.2"),
+                value("match of the same token", ">", 0.8),
+                value("match of other tokens", "<", 0.2),
+                value("match of other tokens", ">", -0.2),
             ),
             Claim.of(
                 "The state stores each token in the row of the token before it",
                 f"{paper} 4.2.3, Fig. 6b",
-                value("written to the predecessor", test=lambda s: s > 0.8, text="share of writes above 80 %"),
+                value("written to the predecessor", ">", 0.8),
             ),
             Claim.of(
                 "The hidden attention of the last token points to a token after an earlier occurrence",
                 f"{paper} 5, Fig. 7",
-                value("attends after an occurrence", test=lambda s: s > 0.8, text="share of sequences above 80 %"),
+                value("attends after an occurrence", ">", 0.8),
             ),
             Claim.of(
                 "The construction of Eq. 12-17 solves the task, as printed",
                 f"{paper} 4.1, Eq. 12-17",
-                built("decay 1.0", test=lambda a: a > 0.99, text="accuracy above 99 % without a decay"),
+                built(1.0),
             ),
             Claim.of(
                 "The construction solves the task with a decay of one half, so that the last occurrence outweighs all "
                 "others",
-                "here",
-                built("decay 0.5", test=lambda a: a > 0.99, text="accuracy above 99 %"),
+                HERE,
+                built(0.5),
             ),
             Claim.of(
                 "`alti` finds the answer's key more often than `raw`",
-                "here",
-                results.better("methods", "hit_at_1", "alti", "raw", EXPLAINED),
+                HERE,
+                better("methods", "hit_at_1", "alti", "raw", EXPLAINED),
             ),
             Claim.of(
                 "`logit` finds the answer's key more often than integrated gradients",
-                "here",
-                results.better("methods", "hit_at_1", "logit", "integrated gradients", EXPLAINED),
+                HERE,
+                better("methods", "hit_at_1", "logit", "integrated gradients", EXPLAINED),
             ),
             Claim.of(
                 "Every method finds the answer's key more often than chance",
-                "here",
-                *(results.better("methods", "hit_at_1", method, "random", EXPLAINED) for method in METHODS),
+                HERE,
+                *(better("methods", "hit_at_1", method, "random", EXPLAINED) for method in METHODS),
             ),
-            Claim.untested(
+            Claim(
                 "Two blocks reach 94.8 % and one 92.9 % on sequences of 255 tokens",
                 f"{paper} Table 2",
-                f"the sequences here have {LENGTH} tokens",
+                untested=f"the sequences here have {LENGTH} tokens",
             ),
         ]
 

@@ -1,12 +1,17 @@
 """The recorded numbers of a study: one JSON file, from which the page is written."""
 
+import base64
 import json
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from evidence.claims import Claim, Results
+import numpy as np
+
+from evidence.claims import DECIMALS, Claim, Results, outcomes, verdict
+from evidence.comparisons import Term
 from evidence.study import FOLDER, Study
 from unilinattn.errors import ResultFileError
 from unilinattn.evaluation import Table
@@ -51,16 +56,47 @@ def described(
     **rest: Any,
 ) -> Numbers:
     """Return the record of a study."""
+    rows = outcomes(claims, results)
+    by_claim = [[row for row in rows if row["claim"] == at] for at in range(len(claims))]
+    terms = dict.fromkeys(Term(*term) for row in rows for _, *term in row["terms"])
     return {
         "study": study.name,
         "size": asdict(study.size),
         "seeds": results.seeds,
         **rest,
         "training": list(training),
-        "claims": [asdict(claim) for claim in claims],
+        "claims": [
+            {"text": claim.text, "source": claim.source, "verdict": verdict(claim, rows), "untested": claim.untested}
+            for claim, rows in zip(claims, by_claim, strict=True)
+        ],
+        "outcomes": rows,
         "numbers": summaries(results.tables),
         "quick": [{key: row[key] for key in COMPARED} for row in quick],
+        "samples": [sample_numbers(term, results) for term in terms],
     }
+
+
+def sample_numbers(term: Term, results: Results) -> dict[str, Any]:
+    """Return a number of every sample, compactly: the ratios of its parts and their weights, seed after seed.
+
+    `ratios` and `weights` are base64 of zlib of little-endian 32-bit integers in units of 10^-`DECIMALS`, of shape
+    (sample, part) with `counts` samples of each seed. The metric of samples is the mean over parts of the mean of the
+    ratios, weighted by the weights; without weights all are 1.
+    """
+    parts = np.concatenate(results.numbers(term))
+    weights = parts[..., 1]
+    return {
+        **term._asdict(),
+        "counts": [len(of_seed) for of_seed in results.numbers(term)],
+        "parts": parts.shape[1],
+        "ratios": _encoded(parts[..., 0] / weights),
+        "weights": "" if (weights == 1).all() else _encoded(weights),
+    }
+
+
+def _encoded(values: np.ndarray) -> str:
+    units = np.rint(values * 10**DECIMALS).astype("<i4")
+    return base64.b64encode(zlib.compress(units.tobytes(), 9)).decode()
 
 
 def stored(numbers: Numbers) -> str:

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import unilinattn as ula
-from evidence.claims import Claim, Results
+from evidence.claims import HERE, Claim, Results
+from evidence.comparisons import Comparison
+from evidence.comparisons import better as of_models
 from evidence.pictures import dots
 from evidence.study import Size, Study, View
 from evidence.tasks import METHODS as COMMON
@@ -91,9 +93,13 @@ models of up to 2.8 billion parameters on ARC-Easy, without known answers and wi
     def claims(self, results: Results) -> list[Claim]:
         """Return the claims of HMA ACL 4.3 and of this library."""
 
-        def better(metric: str, method: str, than: str, tasks: Sequence[str] = tuple(TASKS)) -> list[Any]:
+        def better(metric: str, method: str, than: str, tasks: Sequence[str] = tuple(TASKS)) -> list[Comparison]:
             larger = metric == "AUAC"
-            return [results.better(name, metric, method, than, TASKS[name].models, larger=larger) for name in tasks]
+            return [
+                one
+                for name in tasks
+                for one in of_models(name, metric, method, than, TASKS[name].models, larger=larger)
+            ]
 
         return [
             Claim.of(
@@ -108,23 +114,23 @@ models of up to 2.8 billion parameters on ARC-Easy, without known answers and wi
             ),
             Claim.of(
                 "Every method ranks better than chance by activation",
-                "here",
+                HERE,
                 *(outcome for method in METHODS for outcome in better("AUAC", method, "random")),
             ),
             Claim.of(
                 "`logit` ranks better than `attribution` by activation",
-                "here",
+                HERE,
                 *better("AUAC", "logit", "attribution"),
             ),
             Claim.of(
                 "The known answer, with the token before it, ranks better than every method by activation",
-                "here",
+                HERE,
                 *(outcome for method in METHODS for outcome in better("AUAC", "gold", method)),
             ),
-            Claim.untested(
+            Claim(
                 "The same on ARC-Easy with Mamba-1 of 1.3 and 2.8 billion parameters",
                 "HMA ACL Table 3",
-                "the checkpoints and the data are not part of this repository",
+                untested="the checkpoints and the data are not part of this repository",
             ),
         ]
 

@@ -110,6 +110,7 @@ one for a passkey, all occurrences for a word. Wrong answers are explained too, 
 the *predicted* token: a method that shows the reason for the error finds them, and not those of the right answer.
 Methods explain the predicted token; candidates are the tokens of the context.
 """
+    unit = "answers"
     caption = (
         "A right and a wrong answer of Mamba-2: the tokens of a context with eight pairs, the question at the end, and "
         "the absolute scores of three methods, each relative to its largest. The right answer is framed in green, the "
@@ -206,7 +207,7 @@ Methods explain the predicted token; candidates are the tokens of the context.
 
     def claims(self, results: Results) -> list[Claim]:
         """Return the claims of LaTIM 4.3 and D.3, and those of this library."""
-        return [*of_answers(results), *of_scores(results), *of_methods(results)]
+        return [*of_answers(), *of_scores(results), *of_methods(results)]
 
     def picture(self, hosts: Mapping[str, Callable[[], nn.Module]], results: Results) -> "Figure":
         """Draw the scores of a right and of a wrong answer of Mamba-2 over the tokens of the context."""

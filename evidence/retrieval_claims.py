@@ -1,10 +1,11 @@
 """The claims on passkeys and frequent words, those of LaTIM and those of this library."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from evidence.answers import SCORED_LENGTHS
-from evidence.claims import Claim, Outcome, Results
+from evidence.claims import HERE, Claim, Results
+from evidence.comparisons import Comparison, better, bounded
 from evidence.questions import PAIRS
 
 MODELS = ("mamba", "mamba2", "transformer")
@@ -48,18 +49,18 @@ def _erring(results: Results, table: str) -> list[str]:
     return [model for model in MODELS if tables and all(any(row["model"] == model for row in one) for one in tables)]
 
 
-def of_answers(results: Results) -> list[Claim]:
+def of_answers() -> list[Claim]:
     """Return LaTIM's claims on the answers of Mamba-2."""
 
-    def more(row: str, than: str) -> Outcome:
-        return results.better("accuracy", "accuracy", row, than, ["mamba2"])
+    def more(row: str, than: str) -> list[Comparison]:
+        return better("accuracy", "accuracy", row, than, ["mamba2"])
 
     few, many = "1 pair", f"{max(PAIRS)} pairs"
     short, long = (f"{many}, {length} tokens" for length in (SCORED_LENGTHS[0], SCORED_LENGTHS[-1]))
     return [
         Claim.of("More pairs lower the recall of Mamba-2", "LaTIM 4.3, Table 5", more(few, many)),
         Claim.of("Longer contexts lower the recall of Mamba-2", "LaTIM 4.3, Table 5", more(short, long)),
-        Claim.untested("Larger models recall less", "LaTIM 4.3, Table 5", "models of one size are trained here"),
+        Claim("Larger models recall less", "LaTIM 4.3, Table 5", untested="models of one size are trained here"),
         Claim.of(
             "Recall is better if the asked pair is the first",
             "LaTIM D.3, Table 6",
@@ -75,10 +76,10 @@ def of_answers(results: Results) -> list[Claim]:
             "LaTIM 4.3",
             more(RANKS[0], RANKS[2]),
         ),
-        Claim.untested(
+        Claim(
             "Mamba models of up to 1.4B parameters struggle with frequent words",
             "LaTIM 4.3",
-            "the pretrained checkpoints are not part of this repository",
+            untested="the pretrained checkpoints are not part of this repository",
         ),
     ]
 
@@ -87,92 +88,88 @@ def of_scores(results: Results) -> list[Claim]:
     """Return LaTIM's claims on the scores of Mamba-2."""
     models = ["mamba2"]
 
-    def positive(table: str, method: str) -> Outcome:
-        text = f"AP of `{method}` higher for the predicted than for the right token"
-        return results.every(table, "lead", method, models, lambda value: value > 0, text)
+    def positive(table: str, method: str) -> list[Comparison]:
+        return bounded(table, "lead", method, models, ">", 0)
 
-    def on_errors(text: str, source: str, table: str, *outcomes: Callable[[], Outcome]) -> Claim:
+    def on_errors(text: str, source: str, table: str, *comparisons: list[Comparison]) -> Claim:
         if "mamba2" not in _erring(results, table):
-            return Claim.untested(text, source, "Mamba-2 gave no wrong answer")
-        return Claim.of(text, source, *(outcome() for outcome in outcomes))
+            return Claim(text, source, untested="Mamba-2 gave no wrong answer")
+        return Claim.of(text, source, *comparisons)
 
     return [
         on_errors(
             "In a wrong answer, LaTIM (l2) looks at the predicted or the right value, and Mamba-Attention elsewhere",
             "LaTIM 4.3 and D.3, Fig. 8",
             "wrong passkeys",
-            lambda: results.better("wrong passkeys", "either_hit", "latim l2", "raw", models),
+            better("wrong passkeys", "either_hit", "latim l2", "raw", models),
         ),
         on_errors(
             "In a wrong answer, LaTIM (l2) shows that the model looks at another pair than the asked one",
             "LaTIM 4.3, Fig. 3",
             "wrong passkeys",
-            lambda: positive("wrong passkeys", "latim l2"),
+            positive("wrong passkeys", "latim l2"),
         ),
         Claim.of(
             "The scores of LaTIM (l2), averaged over layers, stand on the occurrences of the frequent word",
             "LaTIM 4.3, Fig. 3",
-            results.better("words", "ap", "latim l2, mean", "random", models),
+            better("words", "ap", "latim l2, mean", "random", models),
         ),
         on_errors(
             "If a wrong word is named, LaTIM (l2) does not stand on the right word",
             "LaTIM 4.3, Fig. 3",
             "wrong words",
-            lambda: positive("wrong words", "latim l2, mean"),
+            positive("wrong words", "latim l2, mean"),
         ),
         Claim.of(
             "The attention on a repeated word falls from its first occurrences to its last",
             "LaTIM 4.3 and D.3, Fig. 9",
-            _falls(results, models),
+            _falls(models),
         ),
-        Claim.untested(
+        Claim(
             "Models rely on the form of words rather than on their frequency",
             "LaTIM 4.3",
-            "a word is one token here",
+            untested="a word is one token here",
         ),
     ]
 
 
-def _falls(results: Results, models: Sequence[str]) -> Outcome:
-    text = "first half of the occurrences has more than half of the scores of `latim l2, mean`"
-    return results.every("words", "first_half", "latim l2, mean", models, lambda value: value > 0.5, text)
+def _falls(models: Sequence[str]) -> list[Comparison]:
+    return bounded("words", "first_half", "latim l2, mean", models, ">", 0.5)
 
 
 def of_methods(results: Results) -> list[Claim]:
     """Return the claims of this library."""
 
-    def precise(method: str, than: str) -> Outcome:
-        return results.better("passkeys", "ap", method, than, MODELS)
+    def precise(method: str, than: str) -> list[Comparison]:
+        return better("passkeys", "ap", method, than, MODELS)
 
     claims = [
-        Claim.of("`alti` finds more than `raw` on every architecture", "here", precise("alti", "raw")),
-        Claim.of("`latim` finds more than `raw` on every architecture", "here", precise("latim l2", "raw")),
+        Claim.of("`alti` finds more than `raw` on every architecture", HERE, precise("alti", "raw")),
+        Claim.of("`latim` finds more than `raw` on every architecture", HERE, precise("latim l2", "raw")),
         Claim.of(
             "`logit` is the best method of all layers",
-            "here",
+            HERE,
             *(precise("logit", other) for other in list(METHODS)[LAYERED:] if other != "logit"),
         ),
         Claim.of(
             "The attention on a repeated word falls from its first occurrences to its last on every architecture",
-            "here",
-            _falls(results, MODELS),
+            HERE,
+            _falls(MODELS),
         ),
     ]
     if erring := _erring(results, "wrong passkeys"):
         claims += [
             Claim.of(
                 f"The best key of `{method}` holds the predicted value in most wrong answers",
-                "here",
-                results.every(
-                    "wrong passkeys", "hit_at_1", method, erring, lambda value: value > 0.5, "more than one half"
-                ),
+                HERE,
+                bounded("wrong passkeys", "hit_at_1", method, erring, ">", 0.5),
             )
             for method in ("raw", "latim l2", "alti", "logit")
         ]
     claims += [
         Claim.of(
             f"`{method}` finds passkeys better than every baseline",
-            "here",
+            HERE,
             *(precise(method, baseline) for baseline in BASELINES),
         )
         for method in METHODS

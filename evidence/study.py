@@ -68,6 +68,8 @@ class Study(ABC):
     """The models, the data and the known answers: a paragraph of the page, in Markdown."""
     caption: ClassVar[str]
     """The text of the picture."""
+    unit: ClassVar[str] = "sequences"
+    """A sample, in the plural."""
     models: ClassVar[Mapping[str, Model]] = {}
     size: ClassVar[Size] = Size(64, 32)
     quick: ClassVar[Size] = Size(4, 4)

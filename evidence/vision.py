@@ -57,6 +57,7 @@ mask averaged over each patch, which no map of patches can be expected to beat; 
 nothing. A map that gives all patches the same score finds nothing, and is replaced by random scores. Perturbations are
 measured on half of the images.
 """
+    unit = "images"
     caption = (
         "Scores of the patches over the first held-out images, scaled to the largest absolute one of each panel "
         "(negative ones blue), with the outline of the mask. The number is the CLS token's share of the absolute "
@@ -152,7 +153,7 @@ measured on half of the images.
 
     def claims(self, results: Results) -> list[Claim]:
         """Return the claims of HMA on images, and of this library."""
-        return claims(results)
+        return claims()
 
     def picture(self, hosts: Mapping[str, Callable[[], nn.Module]], results: Results) -> "Figure":
         """Draw heat maps of both architectures, and the bias of the CLS token."""

@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from evidence import claims
+from evidence import bootstrap
 from evidence.alignment import BY_LAYER, BY_WORD, END_TO_END, MODELS, STUDY, diagonal, entropy, samples
 from evidence.pictures import BASELINES
 from evidence.translation import END, LENGTH, NAMES, SEPARATOR, VOCABULARY, WORDS, Sentences, sentences
 from tests.evidence.tables import made
+from tests.evidence.tables import verdicts as of_claims
 from unilinattn.errors import InputError
 from unilinattn.evaluation import Sample, alignment_error_rate, row_scores
 from unilinattn.examples.tasks import NO_ANSWER
@@ -133,17 +134,18 @@ def verdicts(order: list[str]) -> dict[str, str]:
         place = order.index(method) / len(order)
         return place if metric == "ap" else 1 - place
 
-    return {f"{claim.text} {claim.source}": claim.verdict for claim in STUDY.claims(made(TABLES, value))}
+    results = made(TABLES, value)
+    return of_claims(STUDY.claims(results), results)
 
 
 def test_verdicts_follow_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(claims, "RESAMPLES", 50)
+    monkeypatch.setattr(bootstrap, "RESAMPLES", 50)
     given, turned = verdicts(ORDER), verdicts(ORDER[::-1])
     assert given.keys() == turned.keys()
     tested = [text for text in given if given[text] != "not tested"]
     assert len(tested) > 15
     assert all(given[text] == "holds" for text in tested if "LaTIM" in text)
-    assert all(turned[text] == "does not hold" for text in tested)
+    assert all(turned[text] == "contradicted" for text in tested)
     swapped = ["raw" if name == "alti" else "alti" if name == "raw" else name for name in ORDER]
     claim = "`alti` finds more than `raw` on every architecture here"
-    assert (given[claim], verdicts(swapped)[claim]) == ("holds", "does not hold")
+    assert (given[claim], verdicts(swapped)[claim]) == ("holds", "contradicted")

@@ -85,7 +85,8 @@ def test_the_shipped_weights_and_results_are_small() -> None:
     weights, results = (sum(path.stat().st_size for path in folder.glob("*")) for folder in folders)
     # Of these the two language models of text have 6 MB.
     assert weights < 16e6
-    assert weights + results < 18e6
+    assert results < 5e6
+    assert max(path.stat().st_size for path in record.RESULTS.glob("*")) < 1.05e6
 
 
 def test_numbers_are_stored_by_the_weights(tmp_path: Path) -> None:
