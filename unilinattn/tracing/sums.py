@@ -1,7 +1,7 @@
 """Tell whether tensors, each times a factor, add up to another one element by element, up to rounding."""
 
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice, repeat
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,8 @@ SAMPLE = 1 << 12
 FEW = 64
 """Approximate number of elements by which most candidates are ruled out."""
 
-CANDIDATES = 128
-"""Candidates that are tried at once on few elements."""
+CANDIDATES = (16, 128)
+"""Candidates that are tried at once on few elements: at first, where most sums are, and later."""
 
 NEGLIGIBLE = 1e-10
 """Factor of a part that a total lacks, as fitted in float64."""
@@ -40,7 +40,8 @@ def possible_sums(candidates: Iterator[Candidate], added: Tensor) -> Iterator[Ca
             bounds.append(8 * 3 * _epsilon(tensor))
         return numbers[id(tensor)]
 
-    while batch := list(islice(candidates, CANDIDATES)):
+    counts = chain(CANDIDATES[:1], repeat(CANDIDATES[1]))
+    while batch := list(islice(candidates, next(counts))):
         named = [[number(stream), number(added), -1 if x is None else number(x), number(t)] for t, stream, x in batch]
         elements = np.stack([*samples, np.zeros_like(samples[0])])[named]
         may_be = _may_be_sums(elements, np.array(bounds)[[row[3] for row in named]])
