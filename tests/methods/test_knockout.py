@@ -1,5 +1,6 @@
 """`knockout` against runs of the model inside `cut`, one for each token or edge of each sequence."""
 
+import copy
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
@@ -152,6 +153,31 @@ def test_a_classifier_has_no_queries() -> None:
                 expected = plain - model(x).logits[:, 1]
     assert result.dims == ("batch", "key")
     assert relative_error(result.scores[:, 3][None], expected[None]) <= LIMIT
+
+
+@pytest.mark.parametrize("name", ["llama", "mamba"])
+def test_no_module_is_copied_and_every_chunk_is_one_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, given, found = hosted(name)
+    plain, modules, sequences = copy.deepcopy, list[nn.Module](), list[int]()
+
+    def copied(value: Any, *args: Any) -> Any:
+        modules.extend([value] if isinstance(value, nn.Module) else [])
+        return plain(value, *args)
+
+    monkeypatch.setattr(copy, "deepcopy", copied)
+    copy.deepcopy(nn.Linear(1, 1))
+    assert len(modules) == 1
+    modules.clear()
+    monkeypatch.setattr(import_module("unilinattn.methods.knockout"), "TOKENS", 4 * LENGTH)
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: sequences.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    batch = len(given["input_ids"])
+    explain(found, method="knockout", target=-1)
+    assert sequences == [batch, *[4] * (batch * LENGTH // 4)]
+    with cut(model, outgoing(2)):
+        model(**given)
+    assert not modules
 
 
 def test_a_result_can_be_saved(tmp_path: Any) -> None:

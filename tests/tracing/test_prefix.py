@@ -4,13 +4,12 @@ import pytest
 import torch
 
 from unilinattn.host import substitution
-from unilinattn.tracing import residual
-from unilinattn.tracing.residual import fit_factors
+from unilinattn.tracing.sums import SAMPLE, fit_factors
 
 
 @pytest.mark.parametrize("place", [0, 1, 2, -1])
 def test_a_sum_that_misses_one_element_has_no_factors(place: int) -> None:
-    parts = [torch.randn(3 * residual.SAMPLE) for _ in range(2)]
+    parts = [torch.randn(3 * SAMPLE) for _ in range(2)]
     total = parts[0] + 0.5 * parts[1]
     assert fit_factors(total, parts) == [1.0, pytest.approx(0.5, rel=1e-6)]
     # The factors are fitted to every third element, of which 1, 2 and the last are none.

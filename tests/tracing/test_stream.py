@@ -8,7 +8,7 @@ import transformers
 
 import unilinattn as ula
 from unilinattn.testing import TOLERANCES, tolerance
-from unilinattn.tracing import residual
+from unilinattn.tracing.sums import FEW, Candidate, fit_factors, possible_sums
 
 SMALL = dict(
     vocab_size=50,
@@ -94,17 +94,17 @@ def test_few_elements_rule_out_no_sum(dtype: torch.dtype, multiplier: float) -> 
     generator = torch.Generator().manual_seed(0)
     stream, output, other = (torch.randn(2, 50, 40, generator=generator).to(dtype) for _ in range(3))
     elements = output.flatten()
-    elements[:: output.numel() // residual.FEW | 1] = 0
+    elements[:: output.numel() // FEW | 1] = 0
     sums = [(stream + multiplier * output, stream, None), (stream + multiplier * output + other, stream, other)]
     turned = [(total.mT.contiguous().mT, x, y) for total, x, y in sums]
-    no_sums: list[residual.Candidate] = [(stream, stream, None), (other, stream, None)]
-    assert [*residual._possible(iter((*sums, *turned)), output)] == [*sums, *turned]
+    no_sums: list[Candidate] = [(stream, stream, None), (other, stream, None)]
+    assert [*possible_sums(iter((*sums, *turned)), output)] == [*sums, *turned]
     whole = torch.randn(2, 50, 40, generator=generator).to(dtype)
-    assert not [*residual._possible(iter(no_sums), whole)]
+    assert not [*possible_sums(iter(no_sums), whole)]
 
 
 def test_a_part_below_the_rounding_of_the_other_makes_no_sum() -> None:
     x = torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(0))
-    assert residual.fit_factors(x + x.flip(0), [x, x.flip(0)]) == [1.0, 1.0]
+    assert fit_factors(x + x.flip(0), [x, x.flip(0)]) == [1.0, 1.0]
     for parts in ([x, 1e-12 * x.flip(0)], [1e-12 * x.flip(0), x]):
-        assert torch.equal(parts[0] + parts[1], x) and residual.fit_factors(x, parts) is None
+        assert torch.equal(parts[0] + parts[1], x) and fit_factors(x, parts) is None

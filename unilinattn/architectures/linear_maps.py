@@ -1,19 +1,23 @@
 """Find the linear layers that compute an attention's values and output, in a run of its module without numbers."""
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from unilinattn.call import Call, Captured
 from unilinattn.call.attention_interface import Attended, interface
-from unilinattn.call.copies import without_hooks
+from unilinattn.call.copies import EMPTY, empty, without_numbers
 
 Affine = tuple[Tensor, Tensor]
 """A weight (out, in) and a bias (out)."""
 
-EMPTY = torch.device("meta")
-"""Device of tensors that have a shape and a memory layout, and no numbers."""
+Located = tuple[str, Tensor, str]
+"""The path of the layer to the values, the rows of its weight for them, and the path of the layer to the output."""
+
+_located: "WeakKeyDictionary[nn.Module, dict[object, Located | None]]" = WeakKeyDictionary()
+"""The layers of each module, by the shapes of its call: its run without numbers takes as long as some with them."""
 
 
 def linear_maps(call: Call, seen: Captured, source: str) -> tuple[Affine, Affine] | None:
@@ -24,21 +28,35 @@ def linear_maps(call: Call, seen: Captured, source: str) -> tuple[Affine, Affine
     numbers shows this. Returns None otherwise, and for a module whose run needs numbers.
     """
     record: Attended = seen.record
+    modules = tuple((id(inner), type(inner), inner.training) for inner in seen.module.modules())
+    shapes = tuple(_shapes(x) for x in (seen.arguments, record.query, record.value))
+    located, key = _located.setdefault(seen.module, {}), (modules, shapes, source)
+    if key not in located:
+        located[key] = _locate(seen, source)
+    if (layers := located[key]) is None:
+        return None
+    first, rows, last = layers
+    named = seen.module.get_submodule
+    return _rows(call, named(first), rows), _rows(call, named(last), slice(None))
+
+
+def _locate(seen: Captured, source: str) -> Located | None:
+    """Find the layers in a run of a copy of the module without numbers."""
+    record: Attended = seen.record
     batch, heads, queries = record.query.shape[:3]
-    weights = (*seen.module.parameters(), *seen.module.buffers())
-    module = without_hooks(seen.module, {id(weight): _empty(weight) for weight in weights})
-    originals = dict(zip(module.modules(), seen.module.modules(), strict=True))
-    inputs = {name: _empty(value) for name, value in seen.arguments.items() if not name.isdigit()}
+    module = without_numbers(seen.module)
+    paths = {layer: path for path, layer in module.named_modules()}
+    inputs = {name: empty(value) for name, value in seen.arguments.items() if not name.isdigit()}
     result = record.value.new_empty(batch, queries, heads, record.value.shape[-1], device=EMPTY)
     values: list[Tensor] = []
-    ran: list[tuple[nn.Module, Tensor, Tensor]] = []
+    ran: list[tuple[str, Tensor, Tensor]] = []
 
     def handle(_: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Any:
         values.append(value)
         return result, None
 
     def note(layer: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
-        ran.append((originals[layer], arguments[0], output))
+        ran.append((paths[layer], arguments[0], output))
 
     for layer in module.modules():
         if _is_linear(layer):
@@ -50,23 +68,21 @@ def linear_maps(call: Call, seen: Captured, source: str) -> tuple[Affine, Affine
         # The module reads a number, or mixes its tensors with those of another device.
         return None
     output = output[0] if isinstance(output, tuple) else output
-    to_values = ((layer, _channels(values[-1], out)) for layer, x, out in ran if _is_whole(x, inputs[source]))
-    first = next(((layer, rows) for layer, rows in to_values if rows is not None), None)
-    last = next((layer for layer, x, out in ran if _is_whole(x, result) and _is_whole(out, output)), None)
-    return None if first is None or last is None else (_rows(call, *first), _rows(call, last, slice(None)))
+    to_values = ((path, _channels(values[-1], out)) for path, x, out in ran if _is_whole(x, inputs[source]))
+    first = next(((path, rows) for path, rows in to_values if rows is not None), None)
+    last = next((path for path, x, out in ran if _is_whole(x, result) and _is_whole(out, output)), None)
+    return None if first is None or last is None else (*first, last)
 
 
-def _empty(value: Any) -> Any:
-    """Return an argument with tensors without numbers in place of its tensors."""
-    if isinstance(value, nn.Parameter):
-        return nn.Parameter(value.detach().to(EMPTY), requires_grad=False)
+def _shapes(value: Any) -> object:
+    """Return the nested shapes, dtypes and plain values of an argument; the number of sequences does not matter."""
     if isinstance(value, Tensor):
-        return value.detach().to(EMPTY)
+        return value.shape[1:], value.dtype
     if type(value) in (tuple, list):
-        return type(value)(_empty(item) for item in value)
+        return tuple(map(_shapes, value))
     if type(value) is dict:
-        return {name: _empty(item) for name, item in value.items()}
-    return value
+        return tuple((name, _shapes(item)) for name, item in value.items())
+    return value if isinstance(value, (bool, int, float, str, type(None))) else type(value)
 
 
 def _is_linear(layer: nn.Module) -> bool:

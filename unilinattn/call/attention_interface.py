@@ -296,7 +296,8 @@ def _is_causal(module: nn.Module, query: Tensor, options: Mapping[str, Any]) -> 
 
 def _causal(query: Float[Tensor, "batch head query channel"], key: Tensor) -> Float[Tensor, "1 1 query key"]:
     """Return the mask that adds the most negative number to the score of a later token."""
-    later = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).triu(1)
+    queries, keys = (torch.arange(x.shape[2], device=query.device) for x in (query, key))
+    later = keys > queries[:, None]
     mask = torch.zeros(later.shape, dtype=query.dtype, device=query.device)
     return mask.masked_fill(later, torch.finfo(query.dtype).min)[None, None]
 

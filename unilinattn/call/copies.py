@@ -5,7 +5,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+EMPTY = torch.device("meta")
+"""Device of tensors that have a shape and a memory layout, and no numbers."""
 
 
 def copied(module: nn.Module, memo: Mapping[int, Any] | None = None) -> nn.Module:
@@ -27,3 +30,36 @@ def without_hooks(module: nn.Module, memo: Mapping[int, Any] | None = None) -> n
             hooks.clear()
         inner.__dict__.pop("forward", None)
     return result
+
+
+def without_numbers(module: nn.Module, copies: dict[int, nn.Module] | None = None) -> nn.Module:
+    """Return a module whose parameters and buffers are on the meta device, without hooks and replaced forwards.
+
+    It shares its other attributes with the original; `copies` are those of submodules by the id of the original.
+    """
+    copies = {} if copies is None else copies
+    if id(module) in copies:
+        return copies[id(module)]
+    result: nn.Module = object.__new__(type(module))
+    copies[id(module)] = result
+    vars(result).update(vars(module))
+    vars(result).update({name: type(value)() for name, value in vars(module).items() if name.endswith("_hooks")})
+    vars(result).pop("forward", None)
+    tensors = (module._parameters, module._buffers)
+    result._parameters, result._buffers = ({name: empty(x) for name, x in each.items()} for each in tensors)
+    submodules = module._modules.items()
+    result._modules = {name: None if x is None else without_numbers(x, copies) for name, x in submodules}
+    return result
+
+
+def empty(value: Any) -> Any:
+    """Return an argument with tensors without numbers in place of its tensors."""
+    if isinstance(value, nn.Parameter):
+        return nn.Parameter(value.detach().to(EMPTY), requires_grad=False)
+    if isinstance(value, Tensor):
+        return value.detach().to(EMPTY)
+    if type(value) in (tuple, list):
+        return type(value)(empty(item) for item in value)
+    if type(value) is dict:
+        return {name: empty(item) for name, item in value.items()}
+    return value

@@ -1,7 +1,8 @@
 """The arguments of a host model, completed and checked before it runs."""
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -204,14 +205,21 @@ def bound_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     """Name the arguments of a call by the parameters of the module's `forward`."""
     # A compiled module has the arguments of its original module.
     source = getattr(module, OPTIMIZED) if OPTIMIZED in module._modules else module
-    bound = inspect.signature(type(source).forward).bind(source, *args, **kwargs)
-    arguments = dict(list(bound.arguments.items())[1:])
-    for parameter in bound.signature.parameters.values():
-        if parameter.kind is parameter.VAR_KEYWORD:
-            arguments.update(arguments.pop(parameter.name, {}))
-        elif parameter.kind is parameter.VAR_POSITIONAL:
-            arguments.update({str(k): v for k, v in enumerate(arguments.pop(parameter.name, ()))})
+    signature, positional, named = _signature(type(source).forward)
+    arguments = dict(list(signature.bind(source, *args, **kwargs).arguments.items())[1:])
+    if positional is not None:
+        arguments.update({str(k): v for k, v in enumerate(arguments.pop(positional, ()))})
+    if named is not None:
+        arguments.update(arguments.pop(named, {}))
     return arguments
+
+
+@lru_cache(maxsize=1024)
+def _signature(forward: Callable[..., Any]) -> tuple[inspect.Signature, str | None, str | None]:
+    """Return a function's signature, and the names of its parameters for other positional and named arguments."""
+    signature = inspect.signature(forward)
+    names = {parameter.kind: parameter.name for parameter in signature.parameters.values()}
+    return signature, names.get(inspect.Parameter.VAR_POSITIONAL), names.get(inspect.Parameter.VAR_KEYWORD)
 
 
 def _main_input(model: nn.Module) -> str:

@@ -83,7 +83,8 @@ class CallRecord:
     the same input. For a layer, `structure` is the nesting that it returned, with a mark in place of its output;
     `entered` is a copy of its input; `site` is the sum of its output, as the modules `following` return it, and a
     stream; `reader` is the path of the module that reads the output itself, if no such sum was found; and `batch` is
-    the number of sequences and `axes` the axes of channels, for a module without an adapter.
+    the number of sequences and `axes` the axes of channels, for a module without an adapter. For another module,
+    `unplaced` are the layers inside whose `site` is not known yet.
     """
 
     module: nn.Module
@@ -105,6 +106,7 @@ class CallRecord:
     batch: int | None = None
     axes: Axes = LAST
     shares_input: bool = False
+    unplaced: list["CallRecord"] = field(default_factory=list)
 
     @property
     def input(self) -> Tensor | None:

@@ -42,7 +42,6 @@ class Recorder(Observer[CallRecord]):
         self.opaque = frozenset(opaque)
         self.layers: list[CallRecord] = []
         self._locate = locate
-        self._unplaced: list[CallRecord] = []
         self._batch: int | None = None
         self._recorded = list_architectures()[UNREGISTERED]
 
@@ -78,18 +77,18 @@ class Recorder(Observer[CallRecord]):
         record = CallRecord(module, path, bound_arguments(module, *inputs), parent, architecture)
         if parent is None:
             self._batch = sequences_in(record.arguments)
-        if architecture is self._recorded and record.input is not None and record.input.ndim > 2:
+        entering = record.input
+        if architecture is self._recorded and entering is not None and entering.ndim > 2:
             # Vectors along two axes are packed tokens: one vector of each sequence has no others to mix with.
             record.batch = self._batch
         if parent is not None:
-            record.shares_input = record.input is not None and parent.input is record.input
-        if parent is not None:
+            record.shares_input = entering is not None and parent.input is entering
             parent.children.append(record)
         # A wrapper may pass a cache to its model; the other names also pass states between layers of a host.
         refuse_states(record.arguments, path, CACHES[:2])
-        if record.architecture is not None and record.input is not None:
+        if architecture is not None and entering is not None:
             # A host may write into its argument.
-            record.entered = record.input.detach().clone()
+            record.entered = entering.detach().clone()
         return record
 
     def leaving(self, frame: CallRecord, module: nn.Module, inputs: Inputs, output: Any) -> Any:
@@ -117,15 +116,17 @@ class Recorder(Observer[CallRecord]):
         # Expanded zeros of one element: other values, such as attention weights, may be larger than the output.
         frame.structure = mapped(output, partial(_placeholder, result))
         self.layers.append(frame)
-        if self._locate is not None:
-            self._unplaced.append(frame)
+        if frame.parent is not None:
+            frame.parent.unplaced.append(frame)
         return None if result is None else self.on_layer(output, result)
 
     def _place(self, block: CallRecord) -> None:
         """Find the residual streams of the layers inside a finished block, then release the block's tensors."""
         locate = self._locate
-        if locate is not None and block.architecture is None and block.children:
-            self._unplaced = [layer for layer in self._unplaced if not locate(layer, block)]
+        if locate is not None:
+            unplaced = [layer for layer in block.unplaced if not locate(layer, block)]
+            if block.parent is not None:
+                block.parent.unplaced += unplaced
         for child in block.children:
             child.children.clear()
             child.returned = ()

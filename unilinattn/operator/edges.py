@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain as chained
+from itertools import takewhile
 from operator import index as as_int
 from typing import Any, NamedTuple, SupportsIndex
 
@@ -18,7 +19,7 @@ from unilinattn.operator.cost import pass_elements
 from unilinattn.operator.operator import MixerOperator
 from unilinattn.operator.scopes import restricted, scoped
 from unilinattn.operator.selection import checked_heads, chosen_heads
-from unilinattn.operator.stages import Mix, run, walk
+from unilinattn.operator.stages import Chain, Mix, run, walk
 
 COLUMNS = 64
 """Largest number of groups of edges in one pass of an operator."""
@@ -151,8 +152,24 @@ def along(
             continue
         for span in _parts(operator, chain, x, groups.keys.shape[1]):
             keys, queries = (side[:, span].transpose(1, 2).unsqueeze(2) for side in (groups.keys, groups.queries))
-            total += (run(stages, x.unsqueeze(3) * keys, bias=False) * queries).sum(3)
+            total += (_run_on_keys(stages, x, keys) * queries).sum(3)
     return total
+
+
+def _run_on_keys(
+    stages: Chain, x: Float[Tensor, "batch key in"], keys: Bool[Tensor, "batch key 1 group"]
+) -> Float[Tensor, "batch query out group"]:
+    """Apply the linear parts of stages to the tokens of each group, zeros in place of the others."""
+    if keys.shape[3] > 1 or int(keys.sum(1).max()) > 1:
+        return run(stages, x.unsqueeze(3) * keys, bias=False)
+    # Before the first one that mixes tokens, stages have zeros for all tokens but one.
+    before = list(takewhile(lambda stage: not any(inner.mixes for inner in walk([stage])), stages))
+    index = keys[..., 0, 0].int().argmax(1, keepdim=True)
+    token = x.gather(1, index[..., None].expand(-1, -1, x.shape[2])) * keys.any(1)
+    token = run([stage.at(index) for stage in before], token, bias=False)
+    values = token.new_zeros(token.shape[0], x.shape[1], token.shape[2])
+    values.scatter_(1, index[..., None].expand_as(token), token)
+    return run(stages[len(before) :], values, bias=False).unsqueeze(3)
 
 
 def core_channels(operator: MixerOperator, heads: Any, channels: Any) -> Bool[Tensor, " channel"] | None:

@@ -324,6 +324,9 @@ def _on_channels(weight: Tensor, x: Tensor) -> Tensor:
     x = flushed(x)
     if x.ndim == 3:
         return x @ weight.T
+    if x.shape[3:] == (1,):
+        # One product for all tokens, not one for each.
+        return (x.squeeze(3) @ weight.T).unsqueeze(3)
     return (weight @ x.flatten(3)).unflatten(3, x.shape[3:])
 
 

@@ -217,7 +217,7 @@ class _CutRecorder(Recorder):
     ) -> None:
         super().__init__(model, opaque=opaque)
         self._arguments, self._cuts, self._names = arguments, cuts, list[str]()
-        self._builder = LayerBuilder(model, arguments, None)
+        self._builder = LayerBuilder(model, arguments, None, within_run=True)
 
     def run(self, call: Callable[[], Any]) -> Any:
         """Return `call()` with the cuts; raise `OptionError` if a cut names layers that did not run."""
@@ -243,6 +243,8 @@ class _CutRecorder(Recorder):
         cuts = [each for each in self._cuts if each.includes(index, layer.name)]
         if not cuts:
             return None
+        # Before the operator is there: the error is then that of values which building it computes.
+        require_exact([layer])
         operator = layer.operator
         for each in cuts:
             if each.layers is None and operator.ports[0] != "x":
@@ -250,7 +252,6 @@ class _CutRecorder(Recorder):
                     f"{layer.name} takes its keys from {operator.ports[0]!r}, so an edge names other tokens in it than "
                     "in other layers; name the layers to cut with layers=[...]."
                 )
-        require_exact([layer])
         selections = [
             (each.edges.groups(operator), core_channels(operator, each.heads, each.channels)) for each in cuts
         ]

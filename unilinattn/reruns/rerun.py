@@ -58,8 +58,20 @@ def rerun(
 
     Raises `ModelStateError` if a weight changed since the trace, and the errors of a call inside `cut`.
     """
+    trace.weights.require_same(trace.host, trace.model, "this run would not be that of the traced model")
+    return rerun_unchanged(trace, sequences, cuts, positions=positions, ids=ids)
+
+
+def rerun_unchanged(
+    trace: Trace,
+    sequences: Int[Tensor, " run"],
+    cuts: Sequence[Cut] = (),
+    *,
+    positions: Int[Tensor, " batch"] | None = None,
+    ids: Int[Tensor, "run length"] | None = None,
+) -> Rerun:
+    """Do what `rerun` does, for a model whose weights the caller has compared: that reads all of them."""
     model = trace.host
-    trace.weights.require_same(model, trace.model, "this run would not be that of the traced model")
     arguments = of_sequences(trace, sequences)
     if ids is not None:
         name = ids_name(arguments)

@@ -1,6 +1,7 @@
 """`LayerBuilder`: the layers of a run from the records of their calls."""
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,24 +21,35 @@ class LayerBuilder:
 
     Attributes:
         mask: real tokens (batch, length), None if all are real.
-        weights: checksums of the model's weights at construction.
     """
 
     def __init__(
-        self, model: nn.Module, arguments: Mapping[str, Any], dtype: torch.dtype | None, masks: Masks | None = None
+        self,
+        model: nn.Module,
+        arguments: Mapping[str, Any],
+        dtype: torch.dtype | None,
+        masks: Masks | None = None,
+        *,
+        within_run: bool = False,
     ) -> None:
         """Prepare for a run on `arguments`; the operators compute in `dtype`, by default the host's.
 
-        `masks` are the real tokens of streams that have other tokens beside those of the padding mask.
+        `masks` are the real tokens of streams that have other tokens beside those of the padding mask. The operators of
+        layers that exist `within_run` only are built by then, so no checksum tells later whether weights changed.
         """
+        self._model, self._within_run = model, within_run
         self._checksums: dict[int, Checksum] = {}
-        self.weights = Weights(model, self._checksums)
         self.mask, self._masks = real_tokens(arguments), masks or {}
         self._inner_mask = real_tokens(arguments, "decoder_attention_mask")
         self._two_streams = is_encoder_decoder(model)
         self._dtype = dtype
         self._latest: dict[str, MixerOperator] = {}
         self._calls: dict[str, int] = {}
+
+    @cached_property
+    def weights(self) -> Weights:
+        """Checksums of the model's weights at the first access."""
+        return Weights(self._model, self._checksums)
 
     def encodes(self, record: CallRecord) -> bool:
         """Whether a call belongs to the encoder of a model with an encoder and a decoder."""
@@ -54,7 +66,7 @@ class LayerBuilder:
         shape = stream_shape(record)
         if mask is not None and tuple(mask.shape) != shape:
             mask = self._masks.get(shape) if mask is self.mask and shape is not None else None
-        weights = Weights(record.module, self._checksums)
+        weights = None if self._within_run else Weights(record.module, self._checksums)
         return Layer(record, name, computed, mask, self._latest, weights)
 
     def build_steps(self, records: Sequence[CallRecord]) -> tuple[tuple[Layer, ...], tuple[Step, ...]]:

@@ -61,9 +61,12 @@ class Layer:
         dtype: torch.dtype,
         mask: Bool[Tensor, "batch query"] | None,
         latest: dict[str, MixerOperator],
-        weights: Weights,
+        weights: Weights | None,
     ) -> None:
-        """Freeze a recorded call; layers that share `latest` keep the operator of only one of them at a time."""
+        """Freeze a recorded call; layers that share `latest` keep the operator of only one of them at a time.
+
+        Without `weights` no change of a weight since the call is noticed.
+        """
         assert record.architecture is not None and record.output is not None
         source, prefix = record.entered, record.prefix
         if source is None:
@@ -315,11 +318,15 @@ class Layer:
 
         Raises `ModelStateError` if a weight changed since the trace.
         """
-        self._weights.require_same(self.module, self.name, "its operator would not be the layer that ran")
+        self._require_same_weights()
         return self.flow_in_run(x)
 
+    def _require_same_weights(self) -> None:
+        if self._weights is not None:
+            self._weights.require_same(self.module, self.name, "its operator would not be the layer that ran")
+
     def _flow_of_piece(self, x: Float[Tensor, "batch token in"]) -> Flow:
-        self._weights.require_same(self.module, self.name, "its operator would not be the layer that ran")
+        self._require_same_weights()
         device = next(self.module.parameters(), x).device
         call = Call(self.module, self.name, self.arguments, x.to(device))
         with full_precision():

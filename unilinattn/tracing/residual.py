@@ -6,39 +6,22 @@ a part only if the layer cannot depend on it: the module ran later, or the layer
 stream without it.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import islice
 
-import torch
-from jaxtyping import Num
 from torch import Tensor, nn
 
 from unilinattn.architectures.recorded import passed_ports
 from unilinattn.call import Call
 from unilinattn.errors import UncoveredError
 from unilinattn.host.module_calls import CallRecord, Following, ResidualSite, tensors_in
+from unilinattn.tracing.sums import Candidate, fit_factors, possible_sums
 
 NEARBY = 12
 """Sibling calls searched before and after a layer: a flat model has all of its modules in one block."""
 
-SAMPLE = 1 << 12
-"""Approximate number of elements to which factors are fitted."""
-
-FEW = 64
-"""Approximate number of elements by which most candidates are ruled out."""
-
-CANDIDATES = 128
-"""Candidates that are tried at once on few elements."""
-
-NEGLIGIBLE = 1e-10
-"""Factor of a part that a total lacks, as fitted in float64."""
-
-BLOCK = 1 << 20
-"""Elements compared in float64 at once."""
-
-Candidate = tuple[Tensor, Tensor, Tensor | None]
-"""A tensor that may be the sum of a stream, the layer's output and another output: (total, stream, other)."""
+LAYERS = 3
+"""Siblings with layers among them: those of one sum are neighbours, and a stack of blocks has nothing but layers."""
 
 
 def locate_in_stream(layer: CallRecord, block: CallRecord) -> bool:
@@ -50,7 +33,8 @@ def locate_in_stream(layer: CallRecord, block: CallRecord) -> bool:
     inside = _index(layer, block)
     if layer.output is None or layer.entered is None or inside is None:
         return False
-    before, after = block.children[max(0, inside - NEARBY) : inside], block.children[inside + 1 :][:NEARBY]
+    before = _nearby(reversed(block.children[max(0, inside - NEARBY) : inside]))[::-1]
+    after = _nearby(block.children[inside + 1 :][:NEARBY])
     layer.site = _sum_of(layer, layer.output, block, inside, before, after)
     if layer.site is not None:
         return True
@@ -81,6 +65,18 @@ def locate_in_stream(layer: CallRecord, block: CallRecord) -> bool:
             layer.following = tuple(following)
             return True
     return False
+
+
+def _nearby(siblings: Iterable[CallRecord]) -> list[CallRecord]:
+    """Return sibling calls, the nearest first, up to the last one of `LAYERS` that hold layers."""
+    nearby: list[CallRecord] = []
+    layers = 0
+    for sibling in siblings:
+        nearby.append(sibling)
+        layers += sibling.holds_layer or sibling.architecture is not None
+        if layers == LAYERS:
+            break
+    return nearby
 
 
 class _Scaled(nn.Module):
@@ -151,41 +147,8 @@ def _sum_of(
     parts = _candidates(layer, added, block, block.children[inside], before, after, zero=zero)
     candidates = ((total, stream, other) for stream, other in parts for total in sums)
     # Most layers need few candidates, and each takes a fit of all elements.
-    fits = (_site(candidate, added, zero=zero) for candidate in _possible(candidates, added))
+    fits = (_site(candidate, added, zero=zero) for candidate in possible_sums(candidates, added))
     return _likeliest(site for site in fits if site is not None)
-
-
-def _possible(candidates: Iterator[Candidate], added: Tensor) -> Iterator[Candidate]:
-    """Yield the candidates that may be sums by a few of their elements: those that are none cost no fit of many."""
-    # The elements of each tensor once, of which a candidate names some; the last row is that of no other output.
-    numbers, samples, bounds = dict[int, int](), list[Tensor](), list[float]()
-
-    def number(tensor: Tensor) -> int:
-        if id(tensor) not in numbers:
-            numbers[id(tensor)] = len(samples)
-            samples.append(_sample(tensor, FEW).double().cpu())
-            bounds.append(8 * 3 * _epsilon(tensor))
-        return numbers[id(tensor)]
-
-    while batch := list(islice(candidates, CANDIDATES)):
-        named = [[number(stream), number(added), -1 if x is None else number(x), number(t)] for t, stream, x in batch]
-        index = torch.tensor(named, device="cpu")
-        elements = torch.stack([*samples, torch.zeros_like(samples[0])])[index]
-        basis, totals = elements[:, :3].mT, elements[:, 3, :, None]
-        finite = (basis.isfinite().all(2) & totals.isfinite().all(2)).all(1)
-        basis, totals = (x.masked_fill(~finite[:, None, None], 0) for x in (basis, totals))
-        size = basis.abs().sum(2, keepdim=True) + totals.abs()
-        basis, totals = (x / size.masked_fill(size == 0, 1) for x in (basis, totals))
-        # The default driver is wrong for a column of zeros.
-        factors = torch.linalg.lstsq(basis, totals, driver="gelsd").solution
-        missed = (totals - basis @ factors).square().mean((1, 2)).sqrt()
-        # The factors of a sum leave at most its rounding on each element, and those fitted here leave less of it.
-        accepted = torch.tensor(bounds, dtype=torch.float64, device="cpu")[index[:, 3]]
-        agrees = missed <= accepted * factors.abs().amax((1, 2)).clamp_min(1)
-        # Many totals are the stream itself, of which the output is no part.
-        needed = (factors[..., 0].abs() > NEGLIGIBLE) | (basis.abs().amax(1) < NEGLIGIBLE**0.5)
-        possible = ~finite | (agrees & needed.all(1))
-        yield from (candidate for candidate, may_be in zip(batch, possible.tolist(), strict=True) if may_be)
 
 
 def group_parallel(layers: Sequence[CallRecord]) -> list[list[int]]:
@@ -288,69 +251,6 @@ def _site(candidate: Candidate, added: Tensor, *, zero: bool) -> ResidualSite | 
         return None
     multiplier = 1.0 if zero else factors[1]
     return ResidualSite(total, stream, factors[0], multiplier, other, 0.0 if other is None else factors[-1])
-
-
-def fit_factors(total: Tensor, summands: Sequence[Tensor]) -> list[float] | None:
-    """Return the factors with which parts add up to a total, None if they do not or if a part is not needed.
-
-    Every element has to agree up to the rounding of its sum, since in a norm a few large channels would hide the rest.
-    """
-    if len(summands) == 2 and _is_plain_sum(total, *summands):
-        return [1.0, 1.0]
-    basis, wanted = _scaled([_sample(summand, SAMPLE) for summand in summands], _sample(total, SAMPLE))
-    if not bool(torch.isfinite(basis).all() and torch.isfinite(wanted).all()):
-        return None
-    sizes = basis.norm(dim=0)
-    if not bool((sizes > 0).all()):
-        return None
-    bound = len(summands) * _epsilon(total)
-    solution = torch.linalg.lstsq((basis / sizes).cpu(), wanted[:, None].cpu()).solution[:, 0].to(sizes) / sizes
-    # A factor within rounding of one is set to one.
-    solution = torch.where((solution - 1).abs() <= 8 * bound / sizes, torch.ones_like(solution), solution)
-    shares = (basis * solution).abs()
-    needed = (shares > 4 * bound * (wanted.abs() + shares.sum(1))[:, None]).any(0)
-    if not bool(needed.all()) or not _agrees(basis, wanted, solution, bound):
-        return None
-    columns, sums = [summand.detach().flatten() for summand in summands], total.detach().flatten()
-    blocks = (slice(start, start + BLOCK) for start in range(0, sums.numel(), BLOCK))
-    if not all(_agrees(*_scaled([c[rows] for c in columns], sums[rows]), solution, bound) for rows in blocks):
-        return None
-    return [float(factor) for factor in solution]
-
-
-def _is_plain_sum(total: Tensor, first: Tensor, second: Tensor) -> bool:
-    """Tell whether a total is the sum of two tensors to the bit, and neither of them without the other."""
-    same = torch.equal(total, first.detach() + second.detach()) if first.dtype == second.dtype == total.dtype else False
-    return same and not torch.equal(total, first) and not torch.equal(total, second)
-
-
-def _epsilon(total: Tensor) -> float:
-    """Return the rounding of a sum; some hosts keep the residual in float32 even in a float64 model."""
-    return max(torch.finfo(total.dtype).eps, torch.finfo(torch.float32).eps)
-
-
-def _sample(tensor: Tensor, count: int) -> Num[Tensor, " element"]:
-    """Return about `count` elements of a tensor, in its order."""
-    # An odd step samples every channel.
-    numbers = slice(None, None, tensor.numel() // count | 1)
-    if tensor.is_contiguous():
-        return tensor.detach().flatten()[numbers]
-    # A tensor whose memory has another order would be copied as a whole.
-    places = torch.unravel_index(torch.arange(tensor.numel(), device="cpu")[numbers], tensor.shape)
-    return tensor.detach()[tuple(place.to(tensor.device) for place in places)]
-
-
-def _scaled(columns: Sequence[Tensor], sums: Tensor) -> tuple[Tensor, Tensor]:
-    """Return columns and their supposed sum in float64, every row divided by the sum of its absolute values."""
-    basis, wanted = torch.stack([column.double() for column in columns], dim=1), sums.double()
-    size = basis.abs().sum(1) + wanted.abs()
-    size = size.masked_fill(size == 0, 1)
-    return basis / size[:, None], wanted / size
-
-
-def _agrees(basis: Tensor, wanted: Tensor, factors: Tensor, bound: float) -> bool:
-    rounded = wanted.abs() + basis.abs() @ factors.abs()
-    return bool(((wanted - basis @ factors).abs() <= bound * rounded).all())
 
 
 def _one_sum(site: ResidualSite | None, other: ResidualSite | None) -> bool:

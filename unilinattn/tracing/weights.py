@@ -1,5 +1,7 @@
 """Detect changes of a module's parameters and buffers since a run, by checksums of their bytes."""
 
+from functools import cache
+
 import torch
 from jaxtyping import Int64
 from torch import Tensor, nn
@@ -59,11 +61,26 @@ def _checksum(tensor: Tensor) -> int | None:
         return 0
     words = _words(tensor)
     total = torch.zeros((), dtype=torch.int64, device=words.device)
+    is_on_cpu = words.device.type == "cpu"
     size = min(len(words), CHUNK.get(words.device.type, CHUNK["cpu"]))
-    factors = torch.arange(1, 2 * size, 2, device=words.device) * (0x9E3779B97F4A7C15 - (1 << 64))
-    for chunk in words.split(max(1, size)):
-        total = total * 0x100000001B3 + (chunk * factors[: len(chunk)]).sum()
+    factors = _factors_on_cpu() if is_on_cpu else _factors(size, words.device)
+    for chunk in words.split(len(factors)):
+        factor = factors[: len(chunk)]
+        # A dot product of integers makes no tensor of the products; torch has none on other devices.
+        product = torch.dot(chunk, factor) if is_on_cpu else (chunk * factor).sum()
+        total = total * 0x100000001B3 + product
     return int(total)
+
+
+def _factors(count: int, device: torch.device) -> Int64[Tensor, " word"]:
+    """Return the odd factors of a chunk's words."""
+    return torch.arange(1, 2 * count, 2, device=device) * (0x9E3779B97F4A7C15 - (1 << 64))
+
+
+@cache
+def _factors_on_cpu() -> Int64[Tensor, " word"]:
+    with torch.inference_mode(False):
+        return _factors(CHUNK["cpu"], torch.device("cpu"))
 
 
 def _words(tensor: Tensor) -> Int64[Tensor, " word"]:
