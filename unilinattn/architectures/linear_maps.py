@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from unilinattn.call import Call, Captured
 from unilinattn.call.attention_interface import Attended, interface
 from unilinattn.call.copies import without_hooks
+from unilinattn.call.stored import Stored
 
-Affine = tuple[Tensor, Tensor]
+Affine = tuple[Tensor | Stored, Tensor]
 """A weight (out, in) and a bias (out)."""
 
 EMPTY = torch.device("meta")
@@ -80,7 +81,7 @@ def _rows(call: Call, layer: Any, rows: Any) -> Affine:
     """Return rows of the weight and of the bias of a linear layer."""
     weight = layer.weight if isinstance(layer, nn.Linear) else layer.weight.T
     bias = weight.new_zeros(len(weight)) if layer.bias is None else layer.bias
-    return call.tensor(weight.detach()[rows]), call.tensor(bias.detach()[rows])
+    return call.stored(weight.detach())[rows], call.tensor(bias.detach()[rows])
 
 
 def _channels(value: Tensor, output: Tensor) -> Tensor | None:

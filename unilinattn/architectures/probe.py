@@ -11,6 +11,7 @@ from unilinattn.call import Call, Captured, package_version
 from unilinattn.call.attention_interface import Attended, cast, interface
 from unilinattn.call.copies import without_hooks
 from unilinattn.call.exactness import relative_error, tolerance
+from unilinattn.call.stored import Stored, matrix_of
 from unilinattn.errors import UncoveredError
 from unilinattn.operator.flow import Flow
 
@@ -106,10 +107,15 @@ def add_values(flow: Flow, call: Call, seen: Captured, value: Affine, repeats: i
     If it misses the captured values, the map is not affine: append an unmapped stage that gives the reason.
     """
     weight, bias = value
-    missed = values_missed(functional.linear(flow.value.detach(), weight, bias), call, seen)
+    missed = values_missed(functional.linear(flow.value.detach(), matrix_of(weight), bias), call, seen)
     head_dim = seen.record.value.shape[-1]
-    weight = weight.unflatten(0, (-1, head_dim)).repeat_interleave(repeats, dim=0).flatten(0, 1)
-    bias = bias.unflatten(0, (-1, head_dim)).repeat_interleave(repeats, dim=0).flatten(0, 1)
+
+    def repeated(rows: Tensor) -> Tensor:
+        return rows.unflatten(0, (-1, head_dim)).repeat_interleave(repeats, dim=0).flatten(0, 1)
+
+    if repeats > 1:
+        weight = weight.then(repeated) if isinstance(weight, Stored) else repeated(weight)
+        bias = repeated(bias)
     if missed > tolerance("attention", seen.record.value.dtype):
         reason = _not_affine(
             call, "from its input to its values", missed, "a norm on the values, or values kept in a latent"
@@ -135,11 +141,11 @@ def add_output(flow: Flow, call: Call, seen: Captured, mixed: Tensor, output: Af
     limit, gate = tolerance("attention", seen.record.value.dtype), None
     rows = seen.record.has_keys.unsqueeze(-1).to(call.output)
     with torch.no_grad():
-        missed = relative_error(functional.linear(mixed, *output) * rows, call.output * rows)
+        missed = relative_error(functional.linear(mixed, matrix_of(output[0]), output[1]) * rows, call.output * rows)
         gated = gated_output(call, seen) if missed > limit else None
         if gated is not None:
             gate, output = gated
-            missed = relative_error(functional.linear(mixed * gate, *output) * rows, call.output * rows)
+            missed = relative_error(functional.linear(mixed * gate, matrix_of(output[0]), output[1]) * rows, call.output * rows)
     if missed > limit:
         reason = _not_affine(call, "from its attention's result to its output", missed, "a norm on the result")
         return flow.unmapped("output", reason, call.output.shape[-1])

@@ -101,7 +101,7 @@ class Carried:
         """Return the value with other channels of it, by rows of its last matrix or by a matrix of ones."""
         chain = next(iter(self.chains.values()))
         last = chain[-1] if chain and len(self.chains) == 1 else None
-        if isinstance(last, Matrix) and not last.weight.is_complex():
+        if isinstance(last, Matrix) and not last.is_complex:
             bias = None if last.bias is None else last.bias[channels]
             return with_last(self, Matrix(last.role, last.weight[channels], bias), channels=len(channels))
         ones = self.like.new_zeros(len(channels), self.shape[2])
