@@ -17,12 +17,12 @@ EMPTY = torch.device("meta")
 """Device of tensors that have a shape and a memory layout, and no numbers."""
 
 
-def linear_maps(call: Call, seen: Captured, source: str) -> tuple[Affine, Affine] | None:
+def linear_maps(call: Call, seen: Captured, source: str) -> tuple[Affine | None, Affine | None]:
     """Return the affine maps to the values and from the attention's result to the output: ((W_v, b_v), (W_o, b_o)).
 
     They are weights of linear layers if the values are a view of the output of one whose input is the argument
     `source`, and the module's output is that of one whose input is the attention's result. A copy of the module without
-    numbers shows this. Returns None otherwise, and for a module whose run needs numbers.
+    numbers shows this. None stands for a map that is not, and for both in a module whose run needs numbers.
     """
     record: Attended = seen.record
     batch, heads, queries = record.query.shape[:3]
@@ -49,12 +49,18 @@ def linear_maps(call: Call, seen: Captured, source: str) -> tuple[Affine, Affine
             output = module(**inputs)
     except (RuntimeError, TypeError, ValueError):
         # The module reads a number, or mixes its tensors with those of another device.
-        return None
+        return None, None
     output = output[0] if isinstance(output, tuple) else output
     to_values = ((layer, _channels(values[-1], out)) for layer, x, out in ran if _is_whole(x, inputs[source]))
     first = next(((layer, rows) for layer, rows in to_values if rows is not None), None)
     last = next((layer for layer, x, out in ran if _is_whole(x, result) and _is_whole(out, output)), None)
-    return None if first is None or last is None else (_rows(call, *first), _rows(call, last, slice(None)))
+    to_output = None if last is None else linear_map(call, last)
+    return None if first is None else _rows(call, *first), to_output
+
+
+def linear_map(call: Call, layer: nn.Module) -> Affine | None:
+    """Return the map of a linear layer, None for a layer of another class."""
+    return _rows(call, layer, slice(None)) if _is_linear(layer) else None
 
 
 def _empty(value: Any) -> Any:
