@@ -12,8 +12,8 @@ from unilinattn import trace
 from unilinattn.architectures.linear_maps import linear_maps
 from unilinattn.architectures.probe import images
 from unilinattn.call import Call
-from unilinattn.call.stored import Stored
 from unilinattn.call.exactness import layer_tolerance
+from unilinattn.call.stored import Stored
 from unilinattn.testing import relative_error, tolerance
 from unilinattn.testing.hosts import host
 from unilinattn.tracing.layer import Layer

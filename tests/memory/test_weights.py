@@ -8,7 +8,6 @@ import torch
 
 import unilinattn as ula
 from tests.hosts import named
-from unilinattn.errors import ModelStateError
 from unilinattn.operator.stages import Matrix, walk
 from unilinattn.testing.peak import Peak
 from unilinattn.tracing.trace import Trace
@@ -17,7 +16,19 @@ LENGTH = 23
 """A prime that divides no width of the hosts: whatever depends on the input has a multiple of it of numbers."""
 
 HOSTS = (
-    *("mamba", "mamba2", "falcon h1", "zamba, one head", "qwen3 next", "qwen3.5", "minimax", "rwkv", "s4d", "h3", "vim"),
+    *(
+        "mamba",
+        "mamba2",
+        "falcon h1",
+        "zamba, one head",
+        "qwen3 next",
+        "qwen3.5",
+        "minimax",
+        "rwkv",
+        "s4d",
+        "h3",
+        "vim",
+    ),
     *("gpt2", "llama, grouped queries", "bert", "deepseek 2", "gpt-j", "vit"),
 )
 

@@ -165,7 +165,9 @@ def test_later_changes_of_the_weights_are_refused_and_do_not_reach_a_copy_of_the
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.mul_(2)
-    with pytest.raises(ModelStateError, match=r"a weight \(16, 16\) that the operator reads .* changed since the trace"):
+    with pytest.raises(
+        ModelStateError, match=r"a weight \(16, 16\) that the operator reads .* changed since the trace"
+    ):
         op.apply(x)
     assert torch.equal(copied.apply(x), before)
 

@@ -34,7 +34,8 @@ def qwen3_next(call: Call) -> Flow:
     keys, values = host.key_dim // groups, host.value_dim // groups
     sizes = [keys, keys, values, values]
     query, key, value, gate = (
-        call.stored(rows).then(_flat) for rows in host.in_proj_qkvz.weight.unflatten(0, (groups, -1)).split(sizes, dim=1)
+        call.stored(rows).then(_flat)
+        for rows in host.in_proj_qkvz.weight.unflatten(0, (groups, -1)).split(sizes, dim=1)
     )
     gates = call.tensor(host.in_proj_ba.weight).unflatten(0, (groups, -1)).chunk(2, dim=1)
     strength, step = (functional.linear(x, rows.flatten(0, 1)) for rows in gates)

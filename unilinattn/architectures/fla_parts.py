@@ -73,7 +73,9 @@ def linear(call: Call, flow: Flow, name: str, *, rows: Rows | None = None) -> Fl
     """Append the projection `{name}_proj`, such as "q", "k" or "v"; `rows` selects or repeats output channels."""
     projection = getattr(call.host, f"{name}_proj")
     weight = call.stored(projection.weight)
-    return flow.matrix(weight if rows is None else weight.then(rows), _picked(call, projection.bias, rows), role="input")
+    return flow.matrix(
+        weight if rows is None else weight.then(rows), _picked(call, projection.bias, rows), role="input"
+    )
 
 
 def convolved(call: Call, flow: Flow, name: str, *, rows: Rows | None = None) -> Flow:

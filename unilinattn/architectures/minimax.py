@@ -27,7 +27,9 @@ def minimax(call: Call) -> Flow:
     mask = call.padding_scale(call.arguments.get("attention_mask"))
     # The rows of the fused projection are grouped by head, then by query, key and value.
     rows = host.qkv_proj.weight.unflatten(0, (heads, 3, width))
-    query_key, value = (call.stored(half).then(lambda r: r.flatten(0, -2)) for half in (rows[:, :2].transpose(0, 1), rows[:, 2]))
+    query_key, value = (
+        call.stored(half).then(lambda r: r.flatten(0, -2)) for half in (rows[:, :2].transpose(0, 1), rows[:, 2])
+    )
     activation = type(host.act_fn).__name__.removesuffix("Activation").lower()
     batch, length = call.input.shape[:2]
 

@@ -156,7 +156,9 @@ def add_output(flow: Flow, call: Call, seen: Captured, mixed: Tensor, output: Af
         gated = gated_output(call, seen) if missed > limit else None
         if gated is not None:
             gate, output = gated
-            missed = relative_error(functional.linear(mixed * gate, matrix_of(output[0]), output[1]) * rows, call.output * rows)
+            missed = relative_error(
+                functional.linear(mixed * gate, matrix_of(output[0]), output[1]) * rows, call.output * rows
+            )
     if missed > limit:
         reason = _not_affine(call, "from its attention's result to its output", missed, "a norm on the result")
         return flow.unmapped("output", reason, call.output.shape[-1])

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from unilinattn.call.functions import plain_functions
+from unilinattn.call.offloaded import offloaded
 from unilinattn.errors import InputError, ModelStateError
 
 OPTIMIZED = "_orig_mod"
@@ -104,7 +105,14 @@ def _check_readable(model: nn.Module) -> None:
             "whole layer; gather the full state dict, load it into a model that is not sharded, and trace that."
         )
     # A subclass of Parameter may store its data elsewhere.
-    away = [name for name, tensor in model.named_parameters() if tensor.is_meta and type(tensor) is nn.Parameter]
+    stored = offloaded(model)
+    away = [
+        f"{path}.{name}".lstrip(".")
+        for path, module in model.named_modules()
+        if id(module) not in stored
+        for name, tensor in module.named_parameters(recurse=False)
+        if tensor.is_meta and type(tensor) is nn.Parameter
+    ]
     if away:
         raise ModelStateError(
             f"{len(away)} weights of {title}, {away[0]} among them, are on the meta device: they are offloaded (by "

@@ -104,7 +104,12 @@ class Matrix(Stage):
 
     def _product(self, x: Tensor, form: Callable[[Tensor], Tensor]) -> Tensor:
         weight = self.weight
-        if isinstance(self.matrix, Stored) and torch.is_grad_enabled() and not self.is_complex and not weight.requires_grad:
+        if (
+            isinstance(self.matrix, Stored)
+            and torch.is_grad_enabled()
+            and not self.is_complex
+            and not weight.requires_grad
+        ):
             with self.matrix.saved(weight):
                 return _on_channels(form(weight), x)
         return _on_channels(form(weight), x)
