@@ -5,6 +5,7 @@ import gc
 
 import pytest
 import torch
+from torch import Tensor
 
 import unilinattn as ula
 from tests.hosts import named
@@ -37,7 +38,9 @@ def largest_constant(trace: Trace, counted: Peak) -> int:
     """Return the bytes of the largest tensor made in the block that does not depend on the number of tokens."""
     gc.collect()
     length = trace.layers[0].output.shape[1]
-    sizes = [storage.nbytes() for ref in counted._storages.values() if (storage := ref()) is not None]
+    inputs = {value.untyped_storage()._cdata for value in trace.arguments.values() if isinstance(value, Tensor)}
+    storages = {key: storage for key, ref in counted._storages.items() if (storage := ref()) is not None}
+    sizes = [storage.nbytes() for key, storage in storages.items() if key not in inputs]
     return max((size for size in sizes if size // 2 % length), default=0)
 
 

@@ -26,8 +26,8 @@ _HOST = "transformers.models.rwkv.modeling_rwkv"
 def stand_ins(model: nn.Module, mark: Callable[[nn.Module, Any], None]) -> Iterator[None]:
     """Replace by copies the output weights that a host rescales in place at its first pass in a mode.
 
-    `mark` receives each layer with its weight and the factor of the copy that it ran with. The model's weights are never written to; the
-    recorder restores them after the run.
+    `mark` receives each layer with its weight and the factor of the copy that it ran with. The model's weights are
+    never written to; the recorder restores them after the run.
     """
     hosts: list[Any] = [m for m in model.modules() if isinstance(m, getattr(sys.modules.get(_HOST), "RwkvModel", ()))]
     for host in hosts:
@@ -46,6 +46,9 @@ def stand_ins(model: nn.Module, mark: Callable[[nn.Module, Any], None]) -> Itera
 def _mark_factor(
     mark: Callable[[nn.Module, Any], None], weight: Tensor, projection: Any, layer: nn.Module, _: Any
 ) -> None:
+    if weight.is_meta:
+        # The host rescales none that accelerate loads for each call.
+        return
     largest = weight.abs().argmax()
     rescaled, before = (float(t.flatten()[largest]) for t in (projection.weight.detach(), weight))
     mark(layer, (weight, rescaled / before if before else 1.0))

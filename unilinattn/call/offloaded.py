@@ -43,9 +43,9 @@ def loaded(module: nn.Module) -> Iterator[None]:
                     _load(inner, hook.weights_map)
         yield
     finally:
-        for attributes, values in reversed(before):
-            attributes.clear()
-            attributes.update(values)
+        for table, values in reversed(before):
+            table.clear()
+            table.update(values)
 
 
 def _load(module: nn.Module, stored: Mapping[str, Tensor]) -> None:

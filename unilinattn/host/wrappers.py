@@ -24,7 +24,7 @@ def unwrapped(model: Any) -> nn.Module:
     TransformerLens's `TransformerBridge`.
 
     Raises `InputError` for anything but a module, and `ModelStateError` for a module whose calls or weights cannot be
-    read: TorchScript, sharded or offloaded weights, and edits that run only in nnsight's own traces.
+    read: TorchScript, sharded weights and those that were never loaded, and edits that run only in nnsight's own traces.
     """
     while True:
         if isinstance(model, DataParallel | DistributedDataParallel):
@@ -115,8 +115,7 @@ def _check_readable(model: nn.Module) -> None:
     ]
     if away:
         raise ModelStateError(
-            f"{len(away)} weights of {title}, {away[0]} among them, are on the meta device: they are offloaded (by "
-            "accelerate's cpu_offload, disk_offload or device_map) or were never loaded. Trace the model with all "
-            "weights in memory: load it without offloading, or call accelerate.hooks.remove_hook_from_module(model, "
-            "recurse=True)."
+            f"{len(away)} weights of {title}, {away[0]} among them, are on the meta device, and no hook of accelerate "
+            "loads them: they were never loaded. Load the model's weights, or offload the loaded model by accelerate's "
+            "cpu_offload, disk_offload or device_map."
         )
