@@ -241,7 +241,7 @@ def disk_offload() -> float:
 
 @setup(
     "accelerate device_map with parts on the disk",
-    "`dispatch_model(model, device_map, offload_dir=folder)`, the first block in memory and the others in files",
+    "`dispatch_model(model, device_map, offload_dir=folder)`, every other module in files",
     needs=("accelerate",),
 )
 def parts_on_disk() -> float:

@@ -92,10 +92,11 @@ class Call:
     def affine(self, layer: Any) -> "Affine":
         """Return the map of a linear layer, with the weight as `stored` returns it and the bias as `tensor` does.
 
-        The weight of a convolution or a norm, which is small, is a tensor.
+        The weight of a convolution or a norm, which is small, is a tensor, None in a norm without one.
         """
-        matrix: Tensor = layer.weight
-        return Affine(self.stored(matrix) if matrix.ndim == 2 else self.tensor(matrix), self.tensor(layer.bias))
+        weight: Any = layer.weight
+        is_matrix = weight is not None and weight.ndim == 2
+        return Affine(self.stored(weight) if is_matrix else self.tensor(weight), self.tensor(layer.bias))
 
     def padding_scale(self, mask: Tensor | None) -> Float[Tensor, "batch length 1"] | None:
         """Return the factors that the host's own `apply_mask_to_padding_states` puts on padding, None for no mask.
