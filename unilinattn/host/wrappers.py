@@ -24,7 +24,7 @@ def unwrapped(model: Any) -> nn.Module:
     TransformerLens's `TransformerBridge`.
 
     Raises `InputError` for anything but a module, and `ModelStateError` for a module whose calls or weights cannot be
-    read: TorchScript, sharded weights and those that were never loaded, and edits that run only in nnsight's own traces.
+    read: TorchScript, weights that are sharded or were never loaded, and edits that run only in nnsight's own traces.
     """
     while True:
         if isinstance(model, DataParallel | DistributedDataParallel):

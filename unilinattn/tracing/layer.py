@@ -132,9 +132,9 @@ class Layer:
         Of the layers whose operator replaced the host's forward, only the latest one accessed is cached. Its matrices
         are the model's weights, which are cast at each use; `copy.deepcopy(operator)` holds copies.
 
-        Raises `ModelStateError` if a weight changed since the trace, here or at a use, `UncoveredError` for a configuration that the
-        adapter does not cover, and `FactorError` for NaN or infinity in a factor; gates and norms, which are computed
-        on first use, raise it then.
+        Raises `ModelStateError` if a weight changed since the trace, here or at a use, `UncoveredError` for a
+        configuration that the adapter does not cover, and `FactorError` for NaN or infinity in a factor; gates and
+        norms, which are computed on first use, raise it then.
         """
         return self._cached_operator() or self._built()[0]
 
