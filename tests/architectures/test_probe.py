@@ -13,6 +13,7 @@ from unilinattn.architectures.linear_maps import linear_maps
 from unilinattn.architectures.probe import images
 from unilinattn.call import Call
 from unilinattn.call.exactness import layer_tolerance
+from unilinattn.call.stored import Stored
 from unilinattn.testing import relative_error, tolerance
 from unilinattn.testing.hosts import host
 from unilinattn.tracing.layer import Layer
@@ -48,11 +49,11 @@ ENDS_EARLY = "the attention module of ViT ends before its output projection in t
 def test_the_weights_are_the_images_of_basis_vectors(name: str) -> None:
     layer, call = first_attention(name)
     (seen,) = layer.seen
-    read = linear_maps(call, seen, "hidden_states")
-    assert read is not None
-    for found, expected in zip(read, images(call, seen, layer.input, "hidden_states"), strict=True):
-        for part, image in zip(found, expected, strict=True):
-            torch.testing.assert_close(part, image, rtol=1e-12, atol=1e-12)
+    read, computed = linear_maps(call, seen, "hidden_states"), images(call, seen, layer.input, "hidden_states")
+    for affine, (matrix, bias) in zip(read, computed, strict=True):
+        assert affine is not None and isinstance(affine[0], Stored)
+        torch.testing.assert_close(affine[0](), matrix, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(affine[1], bias, rtol=1e-12, atol=1e-12)
 
 
 class Doubled(nn.Linear):
@@ -79,12 +80,12 @@ def make(kind: type[nn.Linear], name: str) -> Any:
 def test_other_modules_are_probed(projection: str) -> None:
     layer, call = first_attention("llama, grouped queries", make(Doubled, projection))
     (seen,) = layer.seen
-    assert linear_maps(call, seen, "hidden_states") is None
+    assert None in linear_maps(call, seen, "hidden_states")
     assert layer.reconstruction_error() < 1e-12
     # The same edit with torch's own class is read.
     layer, call = first_attention("llama, grouped queries", make(nn.Linear, projection))
     (seen,) = layer.seen
-    assert linear_maps(call, seen, "hidden_states") is not None
+    assert None not in linear_maps(call, seen, "hidden_states")
     assert layer.reconstruction_error() < 1e-12
 
 

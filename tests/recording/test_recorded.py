@@ -1,5 +1,6 @@
 """Recorded operators of modules in every layout, and the modules that recording refuses with the function."""
 
+import copy
 from collections.abc import Callable
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch.nn import functional
 from tests.recording import modules
 from unilinattn.architectures.recorded import recorded
 from unilinattn.call import Call
-from unilinattn.errors import UncoveredError
+from unilinattn.errors import ModelStateError, UncoveredError
 from unilinattn.host.inputs import bound_arguments
 from unilinattn.host.module_calls import as_tokens
 from unilinattn.operator.operator import MixerOperator
@@ -157,14 +158,18 @@ def test_a_weight_that_is_transformed_after_the_softmax_is_that_of_the_core() ->
     assert relative_error(op.matrix("core", heads=None), weights) < LIMIT
 
 
-def test_later_changes_of_the_weights_do_not_reach_the_operator() -> None:
+def test_later_changes_of_the_weights_are_refused_and_do_not_reach_a_copy_of_the_operator() -> None:
     module = modules.Batched()
     op = operator(module, x := draw(2, 7, 16))
-    before = op.apply(x)
+    before, copied = op.apply(x), copy.deepcopy(op)
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.mul_(2)
-    assert torch.equal(op.apply(x), before)
+    with pytest.raises(
+        ModelStateError, match=r"a weight \(16, 16\) that the operator reads .* changed since the trace"
+    ):
+        op.apply(x)
+    assert torch.equal(copied.apply(x), before)
 
 
 def test_a_read_of_tokens_by_a_frozen_order_is_exact() -> None:

@@ -4,6 +4,8 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -209,19 +211,11 @@ def prepared() -> float:
     return wrapped(Accelerator(cpu=True).prepare)
 
 
-@setup(
-    "accelerate cpu_offload",
-    "`cpu_offload(model, torch.device('cpu'))`",
-    needs=("accelerate",),
-    refused=ModelStateError,
-)
+@setup("accelerate cpu_offload", "`cpu_offload(model, torch.device('cpu'))`", needs=("accelerate",))
 def cpu_offload() -> float:
     from accelerate import cpu_offload
 
-    ids, model = HOSTS["Jamba"].inputs(), cpu_offload(HOSTS["Jamba"].model(), torch.device("cpu"))
-    model(ids)
-    trace(model, ids)
-    return 0.0
+    return wrapped(lambda model: cpu_offload(model, torch.device("cpu")))
 
 
 @setup(
@@ -236,14 +230,32 @@ def offload_taken_back() -> float:
     return wrapped(lambda model: remove_hook_from_module(cpu_offload(model, torch.device("cpu")), recurse=True))
 
 
-@setup("accelerate disk_offload", "`disk_offload(model, folder)`", needs=("accelerate",), refused=ModelStateError)
+@setup("accelerate disk_offload", "`disk_offload(model, folder)`", needs=("accelerate",))
 def disk_offload() -> float:
     from accelerate import disk_offload
 
     with tempfile.TemporaryDirectory() as folder:
-        model = disk_offload(HOSTS["Mamba"].model(), folder, torch.device("cpu"))
-        trace(model, HOSTS["Mamba"].inputs())
-    return 0.0
+        folders = (str(Path(folder, str(number))) for number in count())
+        return wrapped(lambda model: disk_offload(model, next(folders), torch.device("cpu")))
+
+
+@setup(
+    "accelerate device_map with parts on the disk",
+    "`dispatch_model(model, device_map, offload_dir=folder)`, every other module in files",
+    needs=("accelerate",),
+)
+def parts_on_disk() -> float:
+    from accelerate import dispatch_model
+
+    def dispatch(model: nn.Module) -> nn.Module:
+        children = [name for name, module in model.named_modules() if name and not list(module.children())]
+        places = {name: "disk" if number % 2 else "cpu" for number, name in enumerate(children)}
+        places |= {name: "cpu" for name, _ in model.named_parameters() if name.rpartition(".")[0] not in places}
+        return dispatch_model(model, places, main_device="cpu", offload_dir=next(folders), force_hooks=True)
+
+    with tempfile.TemporaryDirectory() as folder:
+        folders = (str(Path(folder, str(number))) for number in count())
+        return wrapped(dispatch)
 
 
 @setup("weights never loaded", "a model built under `torch.device('meta')`", refused=ModelStateError)

@@ -1,6 +1,6 @@
 """Gated delta rule: a memory that corrects its values, between a short convolution and a gated norm."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from unilinattn.call import Call, Host, refusing, unmasked_leak
+from unilinattn.call.stored import Stored
 from unilinattn.errors import UncoveredError, nearest
 from unilinattn.mixers import DeltaRule
 from unilinattn.operator.flow import Flow, silu
@@ -31,18 +32,21 @@ def qwen3_next(call: Call) -> Flow:
     host, x = call.host, _masked(call)
     groups = host.num_k_heads
     keys, values = host.key_dim // groups, host.value_dim // groups
-    fused = call.tensor(host.in_proj_qkvz.weight).unflatten(0, (groups, -1)).split([keys, keys, values, values], dim=1)
-    query, key, value, gate = (rows.flatten(0, 1) for rows in fused)
+    sizes = [keys, keys, values, values]
+    query, key, value, gate = (
+        call.stored(rows).then(_flat)
+        for rows in host.in_proj_qkvz.weight.unflatten(0, (groups, -1)).split(sizes, dim=1)
+    )
     gates = call.tensor(host.in_proj_ba.weight).unflatten(0, (groups, -1)).chunk(2, dim=1)
     strength, step = (functional.linear(x, rows.flatten(0, 1)) for rows in gates)
     return _delta_rule(
         call,
-        weights=(torch.cat([query, key]), value),
+        weights=((query, key), value),
         kernel=host.conv1d.weight,
         state=host.head_k_dim,
         strength=torch.sigmoid(strength),
         log_decay=_head_decay(call, step),
-        gate=functional.linear(x, gate),
+        gate=functional.linear(x, gate()),
         norm=host.norm,
         output=host.out_proj,
     )
@@ -62,10 +66,10 @@ def qwen3_5(call: Call) -> Flow:
     Yang, Kautz and Hatamizadeh, ICLR 2025. Queries and keys are frozen unit vectors; the values carry.
     """
     host, x = call.host, _masked(call)
-    query_key, value = call.tensor(host.in_proj_qkv.weight).split([2 * host.key_dim, host.value_dim])
+    projection = call.stored(host.in_proj_qkv.weight)
     return _delta_rule(
         call,
-        weights=(query_key, value),
+        weights=((projection[: 2 * host.key_dim],), projection[2 * host.key_dim :]),
         kernel=host.conv1d.weight,
         state=host.head_k_dim,
         strength=torch.sigmoid(_linear(call, x, host.in_proj_b)),
@@ -144,7 +148,7 @@ def kimi_delta(call: Call) -> Flow:
 def _delta_rule(
     call: Call,
     *,
-    weights: tuple[Tensor, Tensor],
+    weights: tuple[Sequence[Stored], Stored],
     kernel: Tensor,
     state: int,
     strength: Tensor,
@@ -163,9 +167,10 @@ def _delta_rule(
     # The first versions convolve by the causal-conv1d package; without it, by torch and always with SiLU.
     by_torch = getattr(call.module, "causal_conv1d_fn", ...) is None
     activation = "silu" if by_torch else getattr(call.module, "activation", "silu")
-    frozen, carried = call.tensor(kernel).split([len(rows) for rows in weights])
+    frozen, carried = call.tensor(kernel).split([sum(map(len, weights[0])), len(weights[1])])
 
-    side = Flow(_masked(call)).matrix(weights[0], role="input").conv(frozen).activation(activation)
+    projected = torch.cat([functional.linear(_masked(call), rows()) for rows in weights[0]], -1)
+    side = Flow(projected).conv(frozen).activation(activation)
     query, key = (_unit(half.unflatten(-1, (-1, state))) for half in side.value.chunk(2, dim=-1))
     core = DeltaRule(query * state**-0.5, key, strength, log_decay)
 
@@ -202,9 +207,13 @@ def _perhaps_low_rank(call: Call, x: Tensor, module: nn.Module, name: str) -> Te
     return x
 
 
-def _separate(call: Call) -> tuple[Tensor, Tensor]:
-    query, key, value = (call.tensor(p.weight) for p in (call.host.q_proj, call.host.k_proj, call.host.v_proj))
-    return torch.cat([query, key]), value
+def _separate(call: Call) -> tuple[Sequence[Stored], Stored]:
+    query, key, value = (call.stored(p.weight) for p in (call.host.q_proj, call.host.k_proj, call.host.v_proj))
+    return (query, key), value
+
+
+def _flat(rows: Tensor) -> Tensor:
+    return rows.flatten(0, 1)
 
 
 def _head_decay(call: Call, step: Tensor) -> Tensor:

@@ -72,9 +72,10 @@ def masked(x: Tensor, mask: Tensor | None) -> Tensor:
 def linear(call: Call, flow: Flow, name: str, *, rows: Rows | None = None) -> Flow:
     """Append the projection `{name}_proj`, such as "q", "k" or "v"; `rows` selects or repeats output channels."""
     projection = getattr(call.host, f"{name}_proj")
-    weight, bias = (_picked(call, tensor, rows) for tensor in (projection.weight, projection.bias))
-    assert weight is not None
-    return flow.matrix(weight, bias, role="input")
+    weight = call.stored(projection.weight)
+    return flow.matrix(
+        weight if rows is None else weight.then(rows), _picked(call, projection.bias, rows), role="input"
+    )
 
 
 def convolved(call: Call, flow: Flow, name: str, *, rows: Rows | None = None) -> Flow:

@@ -38,12 +38,12 @@ def rwkv6(call: Call) -> Flow:
         for module, mix in ((host.r_proj, to_query), (host.w_proj, to_decay), (host.k_proj, to_key))
     )
     flow = Flow(call.input).scale(mask, role="input").shift(to_value)
-    flow.matrix(call.tensor(host.v_proj.linear.weight), role="input").scale(mask, role="input")
+    flow.matrix(call.stored(host.v_proj.linear.weight), role="input").scale(mask, role="input")
     flow.core(ExclusiveBonus(query, key, -torch.exp(step), call.tensor(host.bonus)))
     norm = host.g_norm
     flow.layer_norm(*call.affine(norm), eps=norm.eps, groups=norm.num_groups)
     flow.gate(elementwise(call, host.gate_fn)(compute(call, host.g_proj, x, to_gate, delta)))
-    return flow.matrix(call.tensor(host.o_proj.weight), role="output")
+    return flow.matrix(call.stored(host.o_proj.weight), role="output")
 
 
 def _first_values(module: Any, arguments: Mapping[str, Any]) -> Tensor:
@@ -85,7 +85,7 @@ def rwkv7(call: Call) -> Flow:
     query, key, rate, decay = (heads(side, host.head_dim) for side in (query, key, rate, decay))
 
     flow = Flow(call.input).scale(mask, role="input").shift(tensor(host.x_v))
-    flow.matrix(tensor(host.v_proj.weight), role="input")
+    flow.matrix(call.stored(host.v_proj.weight), role="input")
     if host.layer_idx != 0:
         mix = torch.sigmoid(compute(call, host.v_lora, mixed["v"]))
         first = Flow(tensor(call.arguments["v_first"]), port="values").scale(mix, role="input")
@@ -96,7 +96,7 @@ def rwkv7(call: Call) -> Flow:
     read.layer_norm(*call.affine(norm), eps=norm.eps, groups=norm.num_groups)
     flow.join(read, flow.fork().scale(bonus, role="skip"), role="core")
     flow.gate(compute(call, host.g_lora, mixed["g"]))
-    return flow.matrix(tensor(host.o_proj.weight), role="output")
+    return flow.matrix(call.stored(host.o_proj.weight), role="output")
 
 
 @register_architecture(
@@ -141,8 +141,8 @@ def _channel_mixing(call: Call, mask: Tensor | None, mix: Tensor, key: Tensor) -
     flow = Flow(call.input).scale(mask, role="input")
     flow.core(Toeplitz(torch.stack([1 - mix, mix], dim=-1), batch=batch, length=length))
     name = function_name(host.act_fn)
-    flow.matrix(call.tensor(key), role="output").activation(_SLOPES.get(name, name))
-    return flow.matrix(call.tensor(host.value.weight), role="output")
+    flow.matrix(call.stored(key), role="output").activation(_SLOPES.get(name, name))
+    return flow.matrix(call.stored(host.value.weight), role="output")
 
 
 def _previous(x: Tensor) -> Tensor:

@@ -25,8 +25,8 @@ def gss(call: Call) -> Flow:
     batch, length = call.input.shape[:2]
     norm, core = host.dss.norm, Toeplitz(tensor(host.dss.kernel(length)), batch=batch, length=length)
 
-    flow = Flow(call.input).matrix(tensor(host.to_v[0].weight), role="input").activation("gelu")
+    flow = Flow(call.input).matrix(call.stored(host.to_v[0].weight), role="input").activation("gelu")
     flow.layer_norm(*call.affine(norm), eps=norm.eps).core(core, skip=tensor(host.dss.param_D))
-    flow.matrix(tensor(host.to_gate.weight), role="gate")
+    flow.matrix(call.stored(host.to_gate.weight), role="gate")
     flow.gate(functional.gelu(functional.linear(call.input, call.tensor(host.to_u[0].weight))))
     return flow.matrix(*call.affine(host.to_out), role="output")

@@ -65,7 +65,8 @@ def h3(call: Call) -> Flow:
     flow = Flow(call.input).matrix(*call.affine(host.v_proj), role="input")
     _convolve_products(flow, tensor(host.value_kernel(length)), tensor(host.D), query, keys.value)
     # The host flattens the core's output as (channel, head); the flow's order is (head, channel).
-    order = tensor(host.output_linear.weight).unflatten(1, (host.head_dim, -1)).transpose(1, 2).flatten(1)
+    by_channel = host.output_linear.weight.unflatten(1, (host.head_dim, -1)).transpose(1, 2)
+    order = call.stored(by_channel).then(lambda weight: weight.flatten(1))
     return flow.matrix(order, tensor(host.output_linear.bias), role="output")
 
 
@@ -79,9 +80,9 @@ def _projected(call: Call) -> Tensor:
 def _values(call: Call) -> Flow:
     """Start a flow with the values: the last channels of the projection and of the short convolution."""
     host, width = call.host, call.input.shape[2]
-    weight, bias = (call.tensor(t)[-width:] for t in (host.in_proj.weight, host.in_proj.bias))
+    values = call.affine(host.in_proj)[-width:]
     taps, offset = (call.tensor(t)[-width:] for t in (host.short_filter.weight, host.short_filter.bias))
-    return Flow(call.input).matrix(weight, bias, role="input").conv(taps, offset)
+    return Flow(call.input).matrix(*values, role="input").conv(taps, offset)
 
 
 def _convolve_products(flow: Flow, taps: Tensor, skip: Tensor, query: Tensor, key: Tensor) -> Flow:

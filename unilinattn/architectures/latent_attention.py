@@ -56,7 +56,8 @@ def latent_attention(call: Call) -> Flow:
 def _values(call: Call, captured: Captured) -> Flow:
     host, tensor = call.host, call.tensor
     norm, head = host.kv_a_layernorm, host.qk_nope_head_dim + host.v_head_dim
-    up = tensor(host.kv_b_proj.weight).unflatten(0, (-1, head))[:, host.qk_nope_head_dim :].flatten(0, 1)
+    by_head = host.kv_b_proj.weight.unflatten(0, (-1, head))[:, host.qk_nope_head_dim :]
+    up = call.stored(by_head).then(lambda rows: rows.flatten(0, 1))
     where = f"{call.name} ({type(call.module).__name__} of {package_version(call.module)})"
     if norm is None:
         reason = f"{where}: its values come from an earlier layer's latent (is_kv_shared_layer), not from its input."

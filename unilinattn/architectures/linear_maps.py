@@ -9,23 +9,24 @@ from torch import Tensor, nn
 from unilinattn.call import Call, Captured
 from unilinattn.call.attention_interface import Attended, interface
 from unilinattn.call.copies import EMPTY, empty, without_numbers
+from unilinattn.call.stored import Stored
 
-Affine = tuple[Tensor, Tensor]
+Affine = tuple[Tensor | Stored, Tensor]
 """A weight (out, in) and a bias (out)."""
 
-Located = tuple[str, Tensor, str]
-"""The path of the layer to the values, the rows of its weight for them, and the path of the layer to the output."""
+Located = tuple[tuple[str, Tensor] | None, str | None]
+"""The path of the layer to the values with the rows of its weight for them, and the path of the layer to the output."""
 
-_located: "WeakKeyDictionary[nn.Module, dict[object, Located | None]]" = WeakKeyDictionary()
+_located: "WeakKeyDictionary[nn.Module, dict[object, Located]]" = WeakKeyDictionary()
 """The layers of each module, by the shapes of its call: its run without numbers takes as long as some with them."""
 
 
-def linear_maps(call: Call, seen: Captured, source: str) -> tuple[Affine, Affine] | None:
+def linear_maps(call: Call, seen: Captured, source: str) -> tuple[Affine | None, Affine | None]:
     """Return the affine maps to the values and from the attention's result to the output: ((W_v, b_v), (W_o, b_o)).
 
     They are weights of linear layers if the values are a view of the output of one whose input is the argument
     `source`, and the module's output is that of one whose input is the attention's result. A copy of the module without
-    numbers shows this. Returns None otherwise, and for a module whose run needs numbers.
+    numbers shows this. None stands for a map that is not, and for both in a module whose run needs numbers.
     """
     record: Attended = seen.record
     modules = tuple((id(inner), type(inner), inner.training) for inner in seen.module.modules())
@@ -33,14 +34,15 @@ def linear_maps(call: Call, seen: Captured, source: str) -> tuple[Affine, Affine
     located, key = _located.setdefault(seen.module, {}), (modules, shapes, source)
     if key not in located:
         located[key] = _locate(seen, source)
-    if (layers := located[key]) is None:
-        return None
-    first, rows, last = layers
+    to_values, to_output = located[key]
     named = seen.module.get_submodule
-    return _rows(call, named(first), rows), _rows(call, named(last), slice(None))
+    return (
+        None if to_values is None else _rows(call, named(to_values[0]), to_values[1]),
+        None if to_output is None else linear_map(call, named(to_output)),
+    )
 
 
-def _locate(seen: Captured, source: str) -> Located | None:
+def _locate(seen: Captured, source: str) -> Located:
     """Find the layers in a run of a copy of the module without numbers."""
     record: Attended = seen.record
     batch, heads, queries = record.query.shape[:3]
@@ -66,12 +68,17 @@ def _locate(seen: Captured, source: str) -> Located | None:
             output = module(**inputs)
     except (RuntimeError, TypeError, ValueError):
         # The module reads a number, or mixes its tensors with those of another device.
-        return None
+        return None, None
     output = output[0] if isinstance(output, tuple) else output
     to_values = ((path, _channels(values[-1], out)) for path, x, out in ran if _is_whole(x, inputs[source]))
     first = next(((path, rows) for path, rows in to_values if rows is not None), None)
     last = next((path for path, x, out in ran if _is_whole(x, result) and _is_whole(out, output)), None)
-    return None if first is None or last is None else (*first, last)
+    return first, last
+
+
+def linear_map(call: Call, layer: nn.Module) -> Affine | None:
+    """Return the map of a linear layer, None for a layer of another class."""
+    return _rows(call, layer, slice(None)) if _is_linear(layer) else None
 
 
 def _shapes(value: Any) -> object:
@@ -96,7 +103,7 @@ def _rows(call: Call, layer: Any, rows: Any) -> Affine:
     """Return rows of the weight and of the bias of a linear layer."""
     weight = layer.weight if isinstance(layer, nn.Linear) else layer.weight.T
     bias = weight.new_zeros(len(weight)) if layer.bias is None else layer.bias
-    return call.tensor(weight.detach()[rows]), call.tensor(bias.detach()[rows])
+    return call.stored(weight.detach())[rows], call.tensor(bias.detach()[rows])
 
 
 def _channels(value: Tensor, output: Tensor) -> Tensor | None:

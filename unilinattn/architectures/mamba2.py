@@ -84,7 +84,7 @@ def falcon_h1(call: Call) -> Flow:
     """
     host, tensor = call.host, call.tensor
     multipliers, (weight, bias) = tensor(host.mup_vector).flatten(), call.affine(host.in_proj)
-    weight = weight * host.ssm_in_multiplier * multipliers[:, None]
+    weight = weight.then(lambda rows: rows * host.ssm_in_multiplier * multipliers.to(rows.device)[:, None])
     projection = Affine(weight, None if bias is None else bias * multipliers)
     flow, gate = _mixed(call, projection, host.time_step_limit)
     norm = host.norm if host.mamba_rms_norm else None

@@ -26,17 +26,20 @@ def minimax(call: Call) -> Flow:
     heads, width = host.num_attention_heads, host.head_dim
     mask = call.padding_scale(call.arguments.get("attention_mask"))
     # The rows of the fused projection are grouped by head, then by query, key and value.
-    query, key, value = call.tensor(host.qkv_proj.weight).unflatten(0, (heads, 3, width)).unbind(1)
+    rows = host.qkv_proj.weight.unflatten(0, (heads, 3, width))
+    query_key, value = (
+        call.stored(half).then(lambda r: r.flatten(0, -2)) for half in (rows[:, :2].transpose(0, 1), rows[:, 2])
+    )
     activation = type(host.act_fn).__name__.removesuffix("Activation").lower()
     batch, length = call.input.shape[:2]
 
-    side = Flow(call.input).matrix(torch.cat([query, key]).flatten(0, 1), role="input").activation(activation)
+    side = Flow(call.input).matrix(query_key, role="input").activation(activation)
     side.scale(mask, role="act")
     queries, keys = side.value.unflatten(-1, (2, heads, width)).unbind(2)
     decay = -call.tensor(host.slope_rate).flatten().expand(batch, length, -1)
 
-    flow = Flow(call.input).matrix(value.flatten(0, 1), role="input").activation(activation).scale(mask, role="act")
+    flow = Flow(call.input).matrix(value, role="input").activation(activation).scale(mask, role="act")
     flow.core(ScalarDecay(queries, keys, decay))
     flow.rms_norm(call.tensor(host.norm.weight), host.norm.variance_epsilon)
     flow.gate(torch.sigmoid(functional.linear(call.input, call.tensor(host.output_gate.weight))))
-    return flow.matrix(call.tensor(host.out_proj.weight), role="output")
+    return flow.matrix(call.stored(host.out_proj.weight), role="output")

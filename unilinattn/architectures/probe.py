@@ -6,11 +6,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from unilinattn.architectures.linear_maps import Affine, linear_maps
+from unilinattn.architectures.linear_maps import Affine, linear_map, linear_maps
 from unilinattn.call import Call, Captured, package_version
 from unilinattn.call.attention_interface import Attended, cast, interface
 from unilinattn.call.copies import without_hooks
-from unilinattn.call.exactness import relative_error, tolerance
+from unilinattn.call.exactness import layer_tolerance, relative_error, tolerance
+from unilinattn.call.stored import Stored, matrix_of
 from unilinattn.errors import UncoveredError
 from unilinattn.operator.flow import Flow
 
@@ -26,7 +27,11 @@ def probe(call: Call, seen: Captured, source: Tensor) -> tuple[Affine, Affine]:
             f"{call.name} ({type(call.module).__name__}): no argument of its attention module is the input that its "
             "values come from; register an adapter for this class."
         )
-    return linear_maps(call, seen, argument) or images(call, seen, source, argument)
+    value, output = linear_maps(call, seen, argument)
+    if value is None or output is None:
+        computed = images(call, seen, source, argument)
+        value, output = value or computed[0], output or computed[1]
+    return value, output
 
 
 def images(call: Call, seen: Captured, source: Tensor, name: str) -> tuple[Affine, Affine]:
@@ -65,7 +70,7 @@ def gated_output(call: Call, seen: Captured) -> tuple[Tensor, Affine] | None:
     A copy of the module runs twice on the captured arguments, while the attention function returns zeros, then ones.
     The first submodule whose input differs between the runs is the projection, and its second input is the gate.
     Basis vectors in place of that input give the affine map to the output. Returns None if no submodule's input
-    differs, or if it is not the result times a factor.
+    differs, or if it is not the result times a factor. A linear layer whose product is the module's output is that map.
     """
     record: Attended = seen.record
     module = without_hooks(seen.module).to(call.input.dtype)
@@ -83,7 +88,7 @@ def gated_output(call: Call, seen: Captured) -> tuple[Tensor, Affine] | None:
         silent = received.copy()
         received.clear()
         result.fill_(1)
-        _run(module, call, seen)
+        whole = _run(module, call, seen)
         for hook in hooks:
             hook.remove()
         pairs = zip(silent, received, strict=True)
@@ -91,13 +96,20 @@ def gated_output(call: Call, seen: Captured) -> tuple[Tensor, Affine] | None:
         if first is None or bool(first[1].any()) or first[2].numel() != batch * queries * inner:
             return None
         projection, _, gate = first
+        gate_of_result = gate.reshape(batch, queries, inner)
+        original = dict(zip(module.modules(), seen.module.modules(), strict=True))[projection]
+        last = linear_map(call, original)
+        if last is not None and last[0].shape == (whole.shape[-1], inner):
+            product = functional.linear(gate_of_result, matrix_of(last[0]), last[1]).flatten(0, 1)
+            if relative_error(product[None], whole[None]) <= layer_tolerance(call.input.dtype):
+                return gate_of_result, last
         basis, outputs = _basis(inner, call.input), []
         for start in range(0, inner + 1, batch * queries):
             rows = _rows(basis, start, batch * queries).view_as(gate)
             hook = projection.register_forward_pre_hook(lambda _, args, rows=rows: (rows, *args[1:]))
             outputs.append(_run(module, call, seen))
             hook.remove()
-    return gate.reshape(batch, queries, inner), _affine(torch.cat(outputs), inner)
+    return gate_of_result, _affine(torch.cat(outputs), inner)
 
 
 def add_values(flow: Flow, call: Call, seen: Captured, value: Affine, repeats: int) -> None:
@@ -106,10 +118,15 @@ def add_values(flow: Flow, call: Call, seen: Captured, value: Affine, repeats: i
     If it misses the captured values, the map is not affine: append an unmapped stage that gives the reason.
     """
     weight, bias = value
-    missed = values_missed(functional.linear(flow.value.detach(), weight, bias), call, seen)
+    missed = values_missed(functional.linear(flow.value.detach(), matrix_of(weight), bias), call, seen)
     head_dim = seen.record.value.shape[-1]
-    weight = weight.unflatten(0, (-1, head_dim)).repeat_interleave(repeats, dim=0).flatten(0, 1)
-    bias = bias.unflatten(0, (-1, head_dim)).repeat_interleave(repeats, dim=0).flatten(0, 1)
+
+    def repeated(rows: Tensor) -> Tensor:
+        return rows.unflatten(0, (-1, head_dim)).repeat_interleave(repeats, dim=0).flatten(0, 1)
+
+    if repeats > 1:
+        weight = weight.then(repeated) if isinstance(weight, Stored) else repeated(weight)
+        bias = repeated(bias)
     if missed > tolerance("attention", seen.record.value.dtype):
         reason = _not_affine(
             call, "from its input to its values", missed, "a norm on the values, or values kept in a latent"
@@ -135,11 +152,13 @@ def add_output(flow: Flow, call: Call, seen: Captured, mixed: Tensor, output: Af
     limit, gate = tolerance("attention", seen.record.value.dtype), None
     rows = seen.record.has_keys.unsqueeze(-1).to(call.output)
     with torch.no_grad():
-        missed = relative_error(functional.linear(mixed, *output) * rows, call.output * rows)
+        missed = relative_error(functional.linear(mixed, matrix_of(output[0]), output[1]) * rows, call.output * rows)
         gated = gated_output(call, seen) if missed > limit else None
         if gated is not None:
             gate, output = gated
-            missed = relative_error(functional.linear(mixed * gate, *output) * rows, call.output * rows)
+            missed = relative_error(
+                functional.linear(mixed * gate, matrix_of(output[0]), output[1]) * rows, call.output * rows
+            )
     if missed > limit:
         reason = _not_affine(call, "from its attention's result to its output", missed, "a norm on the result")
         return flow.unmapped("output", reason, call.output.shape[-1])

@@ -22,7 +22,7 @@ from unilinattn.mixers import Gather
 from unilinattn.operator.flow import Flow
 from unilinattn.operator.scopes import has_core, scoped
 from unilinattn.operator.stages import Chain, Matrix, channel_groups, walk
-from unilinattn.recording.chains import chains_of
+from unilinattn.recording.chains import chains_of, stored
 from unilinattn.recording.frozen_module import frozen_module
 from unilinattn.recording.graph import Recording
 from unilinattn.registry import register_architecture, visible_functions
@@ -150,6 +150,7 @@ def recorded_stages(call: Call) -> Flow:
     try:
         with torch._C.DisableTorchFunction():
             chains = chains_of(node, call.input, call.axes, transposed=transposed)
+            chains = {port: stored(chain, _weights(call, module), call.input) for port, chain in chains.items()}
         reason = _without_map(chains, call.input)
     # A function may have arguments of a kind that its rule does not expect.
     except Exception as error:
@@ -279,6 +280,16 @@ def _promoted(call: Call) -> tuple[nn.Module, dict[str, Any]]:
     uncached = {name: None if name in CACHES else value for name, value in call.arguments.items()}
     arguments = {name: mapped(value, cast) for name, value in uncached.items()}
     return module, arguments
+
+
+def _weights(call: Call, module: nn.Module) -> Mapping[int, tuple[Tensor, Tensor]]:
+    """Return the weights of the module that was recorded with the model's, by the storages of the former."""
+    pairs = zip(module.parameters(), call.module.parameters(), strict=True)
+    return {
+        recorded.untyped_storage()._cdata: (recorded, weight.detach())
+        for recorded, weight in pairs
+        if recorded.stride() == weight.stride()
+    }
 
 
 def _positional(module: nn.Module, arguments: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:

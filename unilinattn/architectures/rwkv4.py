@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from unilinattn.call import Call, padded_left, refusing
+from unilinattn.call.stored import Stored
 from unilinattn.mixers import NormalizedExponential, Toeplitz
 from unilinattn.operator.flow import Flow
 from unilinattn.registry import register_architecture
@@ -25,8 +26,8 @@ _HOST = "transformers.models.rwkv.modeling_rwkv"
 def stand_ins(model: nn.Module, mark: Callable[[nn.Module, Any], None]) -> Iterator[None]:
     """Replace by copies the output weights that a host rescales in place at its first pass in a mode.
 
-    `mark` receives each layer with the rescaled copy that it ran with. The model's weights are never written to; the
-    recorder restores them after the run.
+    `mark` receives each layer with its weight and the factor of the copy that it ran with. The model's weights are
+    never written to; the recorder restores them after the run.
     """
     hosts: list[Any] = [m for m in model.modules() if isinstance(m, getattr(sys.modules.get(_HOST), "RwkvModel", ()))]
     for host in hosts:
@@ -38,12 +39,19 @@ def stand_ins(model: nn.Module, mark: Callable[[nn.Module, Any], None]) -> Itera
             for layer, projection in layers:
                 weight = projection.weight
                 projection.weight = nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
-                layer.register_forward_pre_hook(partial(_mark_weight, mark, projection))
+                layer.register_forward_pre_hook(partial(_mark_factor, mark, weight.detach(), projection))
     yield
 
 
-def _mark_weight(mark: Callable[[nn.Module, Any], None], projection: nn.Module, layer: nn.Module, _: Any) -> None:
-    mark(layer, projection.weight)
+def _mark_factor(
+    mark: Callable[[nn.Module, Any], None], weight: Tensor, projection: Any, layer: nn.Module, _: Any
+) -> None:
+    if weight.is_meta:
+        # The host rescales none that accelerate loads for each call.
+        return
+    largest = weight.abs().argmax()
+    rescaled, before = (float(t.flatten()[largest]) for t in (projection.weight.detach(), weight))
+    mark(layer, (weight, rescaled / before if before else 1.0))
 
 
 def _leak(layer: nn.Module, mask: Tensor) -> str | None:
@@ -74,7 +82,7 @@ def rwkv4(call: Call) -> Flow:
     output = _output_weight(call, host.output)
 
     flow = Flow(call.input).shift(1 - call.tensor(host.time_mix_value))
-    flow.matrix(call.tensor(host.value.weight), role="input")
+    flow.matrix(call.stored(host.value.weight), role="input")
     decay = -torch.exp(call.tensor(host.time_decay))
     flow.core(NormalizedExponential(frozen[0], decay, call.tensor(host.time_first)))
     flow.gate(torch.sigmoid(frozen[1]))
@@ -102,14 +110,17 @@ def rwkv4_channel(call: Call) -> Flow:
 
     flow = Flow(call.input)
     flow.core(Toeplitz(torch.stack([mix, 1 - mix], dim=-1), batch=batch, length=length))
-    flow.matrix(call.tensor(host.key.weight), role="output").activation("relu2")
+    flow.matrix(call.stored(host.key.weight), role="output").activation("relu2")
     flow.matrix(_output_weight(call, host.value), role="output")
     return flow.gate(torch.sigmoid(receptance))
 
 
-def _output_weight(call: Call, projection: Any) -> Tensor:
-    """Return the weight that the host ran with: the rescaled copy if `stand_ins` recorded one."""
-    return call.tensor(call.seen[0].record if call.seen else projection.weight)
+def _output_weight(call: Call, projection: Any) -> Stored:
+    """Return the weight that the host ran with: times the factor that `stand_ins` recorded."""
+    if not call.seen:
+        return call.stored(projection.weight)
+    weight, factor = call.seen[0].record
+    return call.stored(weight).then(lambda matrix: matrix * factor)
 
 
 def _shifted(call: Call, mix: Tensor) -> Tensor:

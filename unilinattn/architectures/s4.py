@@ -2,9 +2,8 @@
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from unilinattn.call import Call
+from unilinattn.call import Affine, Call
 from unilinattn.mixers import Toeplitz
 from unilinattn.operator.flow import Flow
 from unilinattn.registry import register_architecture
@@ -19,7 +18,7 @@ def s4d(call: Call) -> Flow:
     host = call.host
     linear = host.output_linear[0]
     flow = _convolved(call, host.kernel, host.D)
-    return _gated_output(flow, call.tensor(linear.weight).squeeze(-1), call.tensor(linear.bias))
+    return _gated_output(flow, Affine(call.stored(linear.weight.squeeze(-1)), call.tensor(linear.bias)))
 
 
 @register_architecture("unilinattn.models.s4_dplr.S4", name="s4", kind="S4 (fixed mixer)")
@@ -31,7 +30,7 @@ def s4(call: Call) -> Flow:
     host = call.host
     linear = host.output_linear[0]
     flow = _convolved(call, host.layer.kernel, host.layer.D.squeeze(0))
-    return _gated_output(flow, *call.affine(linear))
+    return _gated_output(flow, call.affine(linear))
 
 
 def _kernel_of_padded_length(module: nn.Module, mask: Tensor) -> str | None:
@@ -52,7 +51,7 @@ def dss(call: Call) -> Flow:
     host = call.host
     linear = host.output_linear
     flow = _convolved(call, host.kernel, host.D.squeeze(0))
-    return flow.matrix(call.tensor(linear.weight), call.tensor(linear.bias).squeeze(-1), role="output")
+    return flow.matrix(call.stored(linear.weight), call.tensor(linear.bias).squeeze(-1), role="output")
 
 
 def _convolved(call: Call, kernel: nn.Module, skip: Tensor) -> Flow:
@@ -62,9 +61,9 @@ def _convolved(call: Call, kernel: nn.Module, skip: Tensor) -> Flow:
     return Flow(call.input).core(core, skip=call.tensor(skip)).activation("gelu")
 
 
-def _gated_output(flow: Flow, weight: Tensor, bias: Tensor) -> Flow:
+def _gated_output(flow: Flow, projection: Affine) -> Flow:
     """Append a GLU: the first half of a projection carries, and the sigmoid of the second half gates it."""
-    (carry, gate), (carry_bias, gate_bias) = weight.chunk(2), bias.chunk(2)
+    half = len(projection.weight) // 2
     before = flow.deferred()
-    flow.matrix(carry, carry_bias, role="output")
-    return flow.gate(lambda: torch.sigmoid(functional.linear(before(), gate, gate_bias)))
+    flow.matrix(*projection[:half], role="output")
+    return flow.gate(lambda: torch.sigmoid(projection[half:](before())))

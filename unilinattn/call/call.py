@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from unilinattn.call.axes import LAST, Axes
+from unilinattn.call.stored import Stored, matrix_of
 from unilinattn.errors import UncoveredError
 
 MASKING = "apply_mask_to_padding_states"
@@ -80,9 +81,22 @@ class Call:
         moved = given.to(device=self.input.device, dtype=dtype, copy=not live or given.is_inference())
         return moved if live else moved.detach()
 
+    def stored(self, weight: Tensor) -> Stored:
+        """Return a weight matrix (out, in) of the model for a stage, which holds no copy of it.
+
+        It is cast to the operator's dtype and device at each use. With gradients enabled the result of a use stays in
+        the graph.
+        """
+        return Stored(weight if torch.is_grad_enabled() else weight.detach(), self.input)
+
     def affine(self, layer: Any) -> "Affine":
-        """Return the weight and bias of a linear layer, a convolution or a norm, as `tensor` returns them."""
-        return Affine(self.tensor(layer.weight), self.tensor(layer.bias))
+        """Return the map of a linear layer, with the weight as `stored` returns it and the bias as `tensor` does.
+
+        The weight of a convolution or a norm, which is small, is a tensor, None in a norm without one.
+        """
+        weight: Any = layer.weight
+        is_matrix = weight is not None and weight.ndim == 2
+        return Affine(self.stored(weight) if is_matrix else self.tensor(weight), self.tensor(layer.bias))
 
     def padding_scale(self, mask: Tensor | None) -> Float[Tensor, "batch length 1"] | None:
         """Return the factors that the host's own `apply_mask_to_padding_states` puts on padding, None for no mask.
@@ -137,12 +151,12 @@ def refusing(*options: str) -> Callable[[Call], None]:
 class Affine:
     """The map x -> weight x + bias: callable on x, sliced by rows of the weight, unpacked into weight and bias."""
 
-    weight: Float[Tensor, "out *in"]
+    weight: Float[Tensor, "out *in"] | Stored
     bias: Float[Tensor, " out"] | None
 
     def __call__(self, x: Float[Tensor, "*axes in"]) -> Float[Tensor, "*axes out"]:
         """Return weight x + bias."""
-        return functional.linear(x, self.weight, self.bias)
+        return functional.linear(x, matrix_of(self.weight), self.bias)
 
     def __getitem__(self, rows: slice) -> "Affine":
         """Return the map to the outputs `rows`."""

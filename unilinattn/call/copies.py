@@ -42,7 +42,9 @@ def without_numbers(module: nn.Module, copies: dict[int, nn.Module] | None = Non
         return copies[id(module)]
     result: nn.Module = object.__new__(type(module))
     copies[id(module)] = result
-    vars(result).update(vars(module))
+    # A run may write into its containers.
+    attributes = {name: copy.copy(x) if type(x) in (dict, list, set) else x for name, x in vars(module).items()}
+    vars(result).update(attributes)
     vars(result).update({name: type(value)() for name, value in vars(module).items() if name.endswith("_hooks")})
     vars(result).pop("forward", None)
     tensors = (module._parameters, module._buffers)

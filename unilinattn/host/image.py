@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from unilinattn.call.offloaded import device_of
 from unilinattn.errors import InputError
 from unilinattn.host.inputs import pixels
 from unilinattn.optional import import_extra
@@ -58,7 +59,7 @@ def processed(inputs: Any, processor: Any, model: nn.Module | None = None) -> di
         )
     tensors = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
     if model is not None:
-        device = next(model.parameters()).device
+        device = device_of(model)
         dtype = next((weight.dtype for weight in model.parameters() if weight.is_floating_point()), torch.float32)
         moved = {name: value.to(device) for name, value in tensors.items()}
         tensors = {name: value.to(dtype) if value.is_floating_point() else value for name, value in moved.items()}

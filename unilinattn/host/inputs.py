@@ -276,7 +276,7 @@ def _check_ids(model: nn.Module, arguments: Mapping[str, Any]) -> None:
 
 def _check_tensors(model: nn.Module, arguments: Mapping[str, Any]) -> None:
     """Raise `InputError` for tensors without elements, with NaN, or on another device than that of the whole model."""
-    devices = {parameter.device for parameter in model.parameters()}
+    devices = {parameter.device for parameter in model.parameters() if not parameter.is_meta}
     # accelerate, which distributes a model over devices, also moves its inputs.
     moved = any(hasattr(module, "_hf_hook") for module in model.modules())
     for name, value in arguments.items():

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from unilinattn.call import Call, Captured
 from unilinattn.call.axes import LAST, Axes, as_tokens
 from unilinattn.call.nested import tensors
+from unilinattn.call.offloaded import loaded
 from unilinattn.errors import HostError, UncoveredError
 from unilinattn.operator.piecewise import Piece
 from unilinattn.registry import UNREGISTERED, Architecture, list_architectures
@@ -151,7 +152,8 @@ def require_covered_calls(layers: Iterable[CallRecord], *, strict: bool) -> None
         entered, output = (as_tokens(x.to(dtype), record.batch, axis) for x, axis in pairs)
         call = Call(record.module, record.name, record.arguments, entered, output, seen, record.axes)
         try:
-            record.architecture.check(call)
+            with loaded(record.module):
+                record.architecture.check(call)
         except UncoveredError as error:
             other = list_architectures()[UNREGISTERED]
             is_final = record.architecture is other or isinstance(error, HostError)
@@ -169,7 +171,8 @@ def _refusal(architecture: Architecture, call: Call) -> UncoveredError | None:
     """Return the error for which an adapter does not cover a call, None if it does."""
     assert architecture.check is not None
     try:
-        architecture.check(call)
+        with loaded(call.module):
+            architecture.check(call)
     except UncoveredError as error:
         return error
     return None

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from unilinattn.call import CACHES, Call
 from unilinattn.call.exactness import layer_tolerance
+from unilinattn.call.offloaded import loaded
 from unilinattn.errors import FactorError, InputError, UncoveredError
 from unilinattn.host.forwards import Forward, replaced_forwards
 from unilinattn.host.inputs import bound_arguments
@@ -126,10 +127,11 @@ def build_flow(architecture: Architecture, call: Call) -> Flow:
             "model was not finite before this layer; check its inputs and the weights of earlier modules."
         )
     # The check of a module without an adapter builds its flow, which raises the same errors.
-    if architecture.check is not None and architecture.name != UNREGISTERED:
-        architecture.check(call)
     try:
-        flow: Any = architecture.build(call)
+        with loaded(call.module):
+            if architecture.check is not None and architecture.name != UNREGISTERED:
+                architecture.check(call)
+            flow: Any = architecture.build(call)
     except FactorError as error:
         raise FactorError(f"{call.name}: {error}") from None
     if not isinstance(flow, Flow):

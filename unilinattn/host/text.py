@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
+from unilinattn.call.offloaded import device_of
 from unilinattn.errors import InputError, OptionError, nearest
 from unilinattn.host.inputs import decoder_start, vocabulary_size
 from unilinattn.host.labels import labels_of_ids, labels_of_text, token_text
@@ -83,7 +84,7 @@ class Text:
         Raises `InputError` for ids that the model does not have, and warns of a tokenizer with more tokens than it.
         """
         self._require_vocabulary(model)
-        device = next(model.parameters()).device
+        device = device_of(model)
         start = decoder_start(model, len(self.arguments["input_ids"]))
         return {name: ids.to(device) for name, ids in {**self.arguments, **start}.items()}
 

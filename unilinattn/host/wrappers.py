@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from unilinattn.call.functions import plain_functions
+from unilinattn.call.offloaded import offloaded
 from unilinattn.errors import InputError, ModelStateError
 
 OPTIMIZED = "_orig_mod"
@@ -23,7 +24,7 @@ def unwrapped(model: Any) -> nn.Module:
     TransformerLens's `TransformerBridge`.
 
     Raises `InputError` for anything but a module, and `ModelStateError` for a module whose calls or weights cannot be
-    read: TorchScript, sharded or offloaded weights, and edits that run only in nnsight's own traces.
+    read: TorchScript, weights that are sharded or were never loaded, and edits that run only in nnsight's own traces.
     """
     while True:
         if isinstance(model, DataParallel | DistributedDataParallel):
@@ -104,11 +105,17 @@ def _check_readable(model: nn.Module) -> None:
             "whole layer; gather the full state dict, load it into a model that is not sharded, and trace that."
         )
     # A subclass of Parameter may store its data elsewhere.
-    away = [name for name, tensor in model.named_parameters() if tensor.is_meta and type(tensor) is nn.Parameter]
+    stored = offloaded(model)
+    away = [
+        f"{path}.{name}".lstrip(".")
+        for path, module in model.named_modules()
+        if id(module) not in stored
+        for name, tensor in module.named_parameters(recurse=False)
+        if tensor.is_meta and type(tensor) is nn.Parameter
+    ]
     if away:
         raise ModelStateError(
-            f"{len(away)} weights of {title}, {away[0]} among them, are on the meta device: they are offloaded (by "
-            "accelerate's cpu_offload, disk_offload or device_map) or were never loaded. Trace the model with all "
-            "weights in memory: load it without offloading, or call accelerate.hooks.remove_hook_from_module(model, "
-            "recurse=True)."
+            f"{len(away)} weights of {title}, {away[0]} among them, are on the meta device, and no hook of accelerate "
+            "loads them: they were never loaded. Load the model's weights, or offload the loaded model by accelerate's "
+            "cpu_offload, disk_offload or device_map."
         )

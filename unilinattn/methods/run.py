@@ -258,12 +258,18 @@ def named(method: str | Options, options: Mapping[str, Any]) -> tuple[str, dict[
 def traced_inputs(
     model_or_trace: nn.Module | Trace, inputs: Any, tokenizer: Any, processor: Any = None, *, bos: bool = False
 ) -> Trace:
-    """Return a trace unchanged, or that of a model on its inputs; raise `InputError` for both, or for neither."""
+    """Return a trace unchanged, or that of a model on its inputs.
+
+    Raises `InputError` for both, or for neither, and `ModelStateError` if the weights changed since the trace, which
+    its operators read.
+    """
     if isinstance(model_or_trace, Trace):
         if bos:
             raise OptionError("a trace holds its tokens already; pass bos=True to `trace`.")
         if inputs is not None:
             raise InputError("a trace holds its inputs already; pass only the trace, or the model with other inputs.")
+        host, name = model_or_trace.host, model_or_trace.model
+        model_or_trace.weights.require_same(host, name, "its operators would not be those of the traced model")
         return model_or_trace
     if inputs is None:
         raise InputError(

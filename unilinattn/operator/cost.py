@@ -76,8 +76,8 @@ def gradient_elements(chain: Sequence[Stage], tokens: int, channels: int) -> int
     elements = 0
     for stage in chain:
         if isinstance(stage, Matrix):
-            elements += tokens * (channels + stage.weight.shape[0])
-            channels = stage.weight.shape[0]
+            elements += tokens * (channels + stage.shape[0])
+            channels = stage.shape[0]
         elif isinstance(stage, Unmapped):
             channels = stage.width
         elif isinstance(stage, Mix):
@@ -287,7 +287,7 @@ def _pass(chain: Sequence[Stage], tokens: int, channels: int, columns: int) -> t
         before = tokens * channels * columns
         inside = 0
         if isinstance(stage, Matrix):
-            channels = stage.weight.shape[0]
+            channels = stage.shape[0]
         elif isinstance(stage, Unmapped):
             channels = stage.width
         elif isinstance(stage, Mix):

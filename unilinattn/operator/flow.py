@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from unilinattn.call.stored import Stored
 from unilinattn.errors import UncoveredError, nearest
 from unilinattn.mixers import CoreMixer, Toeplitz
 from unilinattn.operator.deferred import Deferred
@@ -128,7 +129,7 @@ class Flow:
         previous = self.fork().stage(Mix("shift", Toeplitz(kernel, batch=self._batch, length=self._length)))
         return self.join(self.fork().scale(1 - mix, role="shift"), previous.scale(mix, role="shift"), role="shift")
 
-    def matrix(self, weight: Tensor, bias: Tensor | None = None, *, role: str) -> "Flow":
+    def matrix(self, weight: Tensor | Stored, bias: Tensor | None = None, *, role: str) -> "Flow":
         """Multiply each token by a weight (out, in), and add a bias (out)."""
         if role == "output" and self.before_output is None:
             self.mark_output()

@@ -141,7 +141,7 @@ class _Split:
     @classmethod
     def of(cls, after: Chain, channel_sets: Int[Tensor, "part width"], channels: int, dtype: torch.dtype) -> "_Split":
         """Split stages at a real matrix that is the first of them."""
-        if after and isinstance(after[0], Matrix) and not after[0].weight.is_complex():
+        if after and isinstance(after[0], Matrix) and not after[0].is_complex:
             return cls(channel_sets, channels, after[0].weight, after[1:], dtype)
         return cls(channel_sets, channels, None, after, dtype)
 

@@ -79,7 +79,7 @@ class MixerOperator:
     @property
     def width(self) -> int:
         """Largest number of channels between the layer's inputs and its output."""
-        inner = (max(stage.weight.shape) for stage in self._stages() if isinstance(stage, Matrix))
+        inner = (max(stage.shape) for stage in self._stages() if isinstance(stage, Matrix))
         return max(self.output.shape[-1], *(x.shape[-1] for x in self.inputs.values()), *inner)
 
     @property

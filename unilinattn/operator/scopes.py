@@ -74,7 +74,7 @@ def scoped(chain: Chain, scope: str, channels: int) -> tuple[Chain, int]:
     first, last = _core_span(chain)
     for stage in chain[:first]:
         if isinstance(stage, Matrix):
-            channels = stage.weight.shape[0]
+            channels = stage.shape[0]
         elif isinstance(stage, Unmapped):
             channels = stage.width
     lead = chain[first]

@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float, Inexact, Int
 from torch import Tensor
 
+from unilinattn.call.stored import Stored, matrix_of
 from unilinattn.errors import FactorError, UncoveredError
 from unilinattn.kernels.subnormal import flushed
 from unilinattn.mixers import CoreMixer
@@ -70,18 +71,48 @@ class Stage(ABC):
 
 @dataclass(frozen=True, eq=False)
 class Matrix(Stage):
-    """A weight matrix (out, in) and bias (out) for every token; a complex weight maps complex channels."""
+    """A weight matrix (out, in) and bias (out) for every token; a complex weight maps complex channels.
 
-    weight: Inexact[Tensor, "out in"]
+    A stored matrix is a weight of the model, which is cast at each use.
+    """
+
+    matrix: Inexact[Tensor, "out in"] | Stored
     bias: Float[Tensor, " out"] | None = None
+
+    @property
+    def weight(self) -> Inexact[Tensor, "out in"]:
+        """The matrix, computed if it is stored."""
+        return matrix_of(self.matrix)
+
+    @property
+    def shape(self) -> torch.Size:
+        """(out, in)."""
+        return self.matrix.shape
+
+    @property
+    def is_complex(self) -> bool:
+        """Whether the matrix maps complex channels."""
+        return self.matrix.is_complex()
 
     def apply(self, x: Tensor, *, bias: bool = True) -> Tensor:
         """Multiply each token's vector by the weight."""
-        return _add_bias(_on_channels(self.weight, x), self.bias if bias else None)
+        return _add_bias(self._product(x, lambda weight: weight), self.bias if bias else None)
 
     def adjoint(self, g: Tensor) -> Tensor:
         """Multiply each token's vector by the conjugate transpose of the weight."""
-        return _on_channels(self.weight.mH, g)
+        return self._product(g, lambda weight: weight.mH)
+
+    def _product(self, x: Tensor, form: Callable[[Tensor], Tensor]) -> Tensor:
+        weight = self.weight
+        if (
+            isinstance(self.matrix, Stored)
+            and torch.is_grad_enabled()
+            and not self.is_complex
+            and not weight.requires_grad
+        ):
+            with self.matrix.saved(weight):
+                return _on_channels(form(weight), x)
+        return _on_channels(form(weight), x)
 
 
 @dataclass(frozen=True, eq=False)
@@ -278,7 +309,7 @@ def run_on_zeros(chain: Sequence[Stage], x: Tensor) -> Tensor:
     x = x.new_zeros(()).expand(x.shape)
     for position, stage in enumerate(chain):
         if isinstance(stage, Matrix):
-            x = x.to(torch.promote_types(x.dtype, stage.weight.dtype))[..., :1].expand(-1, -1, len(stage.weight))
+            x = x.to(torch.promote_types(x.dtype, stage.matrix.dtype))[..., :1].expand(-1, -1, stage.shape[0])
             if stage.bias is not None:
                 return run(chain[position + 1 :], x + stage.bias)
         elif not isinstance(stage, Scale) or stage.has_bias:

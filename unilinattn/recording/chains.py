@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from unilinattn.call.axes import Axes
+from unilinattn.call.stored import Stored
 from unilinattn.errors import UncoveredError
 from unilinattn.mixers import Gather
-from unilinattn.operator.stages import Branch, Chain, Matrix, Mix, Stage, walk
+from unilinattn.operator.stages import Branch, Chain, Matrix, Mix, Scale, Stage, walk
 from unilinattn.recording import convolutions, elementwise, joins, linear, mixing, norms, spectral
 from unilinattn.recording.compilation import Compilation
 from unilinattn.recording.graph import Node
@@ -46,6 +47,30 @@ def chains_of(node: Node, like: Tensor, axes: Axes, *, transposed: bool = False)
     mixers = [stage for chain in chains.values() for stage in walk(chain) if isinstance(stage, Mix)]
     has_core = any(stage.role == "core" and not isinstance(stage.mixer, Gather) for stage in mixers)
     return {port: _with_roles(chain, has_core=has_core)[0] for port, chain in chains.items()}
+
+
+def stored(chain: Chain, weights: Mapping[int, tuple[Tensor, Tensor]], like: Tensor) -> Chain:
+    """Return a chain that holds no views of a model's weights but in matrices, which are stored.
+
+    `weights` are those that were recorded, which may be casts, with the model's, by the storages of the former.
+    """
+
+    def at(stage: Stage) -> Stage:
+        if isinstance(stage, Branch):
+            return replace(stage, chains=tuple(stored(inner, weights, like) for inner in stage.chains))
+        if isinstance(stage, Matrix) and (pair := weights.get(_storage(stage.weight))) is not None:
+            view, (recorded, weight) = stage.weight, pair
+            offset = view.storage_offset() - recorded.storage_offset() + weight.storage_offset()
+            return replace(stage, matrix=Stored(weight.as_strided(view.size(), view.stride(), offset), like))
+        if isinstance(stage, Scale) and isinstance(stage.factor, Tensor) and _storage(stage.factor) in weights:
+            return replace(stage, factor=stage.factor.clone())
+        return stage
+
+    return tuple(at(stage) for stage in chain)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 @contextmanager

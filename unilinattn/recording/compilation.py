@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from unilinattn.call.functions import meaning_of
@@ -114,6 +114,10 @@ class Compilation:
             return type(value)(self.number(entry) for entry in value)
         # Later changes of the model's weights do not reach the operator.
         return value.detach().clone() if isinstance(value, Tensor) else value
+
+    def weight(self, value: Any) -> Any:
+        """Return the value of a node, or a parameter itself, which a matrix may be a view of (see `chains.stored`)."""
+        return value.detach() if isinstance(value, nn.Parameter) else self.number(value)
 
     def operand(self, node: Node, summed: tuple[int, ...] = ()) -> Operand:
         """Return a carried tensor as an operand of a product that sums over some of its axes."""

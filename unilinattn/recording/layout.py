@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
@@ -101,9 +102,13 @@ class Carried:
         """Return the value with other channels of it, by rows of its last matrix or by a matrix of ones."""
         chain = next(iter(self.chains.values()))
         last = chain[-1] if chain and len(self.chains) == 1 else None
-        if isinstance(last, Matrix) and not last.weight.is_complex():
+        if isinstance(last, Matrix) and not last.is_complex:
             bias = None if last.bias is None else last.bias[channels]
-            return with_last(self, Matrix(last.role, last.weight[channels], bias), channels=len(channels))
+            rows: Any = channels
+            if torch.equal(channels, channels[:1] + _range(len(channels), channels)):
+                # A slice is a view of the weight.
+                rows = slice(int(channels[0]), int(channels[0]) + len(channels))
+            return with_last(self, Matrix(last.role, last.matrix[rows], bias), channels=len(channels))
         ones = self.like.new_zeros(len(channels), self.shape[2])
         ones[_range(len(channels), ones), channels] = 1
         return self.then(Matrix("input", ones), channels=len(channels))

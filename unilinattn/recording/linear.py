@@ -24,14 +24,14 @@ def linear(run: Compilation, node: Node, x: Any, weight: Any, bias: Any = None) 
     """Multiply the last axis by a weight."""
     axes = tuple(range(x.value.ndim))
     product = Product(axes, (NEW, axes[-1]), (*axes[:-1], NEW))
-    carried = contracted(run.value(x), run.number(weight), product, node.value.shape)
+    carried = contracted(run.value(x), run.weight(weight), product, node.value.shape)
     if bias is None:
         return carried
     last = next(iter(carried.chains.values()))[-1] if len(carried.chains) == 1 else None
     whole = carried.layout.is_whole and carried.layout.has_all_channels and carried.shape[2] == len(run.number(bias))
     whole = whole and len(carried.chains) == 1
     if isinstance(last, Matrix) and last.bias is None and whole and not isinstance(bias, Node):
-        return with_last(carried, Matrix(last.role, last.weight, run.number(bias)))
+        return with_last(carried, Matrix(last.role, last.matrix, run.number(bias)))
     return run.shifted(carried, bias)
 
 
@@ -215,7 +215,7 @@ def _value(run: Compilation, name: str, terms: Sequence[Any], args: Sequence[Any
 
 
 def _weights(run: Compilation, value: Any) -> Tensor:
-    weights: Tensor = run.number(value)
+    weights: Tensor = run.weight(value)
     if weights.is_complex():
         raise UncoveredError("a product with complex numbers")
     return weights.to(run.like.dtype)

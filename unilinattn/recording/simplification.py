@@ -109,9 +109,9 @@ def _joined(first: Stage, second: Stage) -> Stage | None:
 
 def _multiplied(first: Stage, second: Matrix) -> Stage | None:
     """Return a matrix after an equal selection as one; None if the product would take more numbers than both."""
-    if not isinstance(first, Matrix) or first.weight.is_complex() or second.weight.is_complex():
+    if not isinstance(first, Matrix) or first.is_complex or second.is_complex:
         return None
-    out, inner, width = len(second.weight), len(first.weight), first.weight.shape[1]
+    (out, inner), width = second.shape, first.shape[1]
     if out * width > inner * (out + width):
         return None
     bias = second.bias
@@ -128,6 +128,6 @@ def _shifted(first: Stage, second: Scale) -> Stage | None:
         return None
     if not isinstance(first, (Matrix, Scale)) or (first.bias is not None and first.bias.ndim != 1):
         return None
-    if isinstance(first, Matrix) and first.weight.is_complex():
+    if isinstance(first, Matrix) and first.is_complex:
         return None
     return replace(first, bias=second.bias if first.bias is None else first.bias + second.bias)

@@ -22,7 +22,7 @@ FROZEN = ("act", "gate", "norm")
 def last_projection(op: MixerOperator) -> Matrix | None:
     """Return a layer's output projection if it is the last stage, None otherwise."""
     first, *others = (chain[-1] if chain else None for chain in op.chains.values())
-    if not isinstance(first, Matrix) or any(getattr(other, "weight", None) is not first.weight for other in others):
+    if not isinstance(first, Matrix) or any(getattr(other, "matrix", None) is not first.matrix for other in others):
         return None
     chain = next(iter(op.chains.values()))
     outputs = [stage for stage in walk(chain) if isinstance(stage, Matrix) and stage.role == "output"]

@@ -81,7 +81,7 @@ def _values(chain: Chain, tokens: int, channels: int) -> int:
     for stage in chain:
         if isinstance(stage, Branch):
             elements += sum(_values(inner, tokens, channels) for inner in stage.chains)
-        channels = stage.weight.shape[0] if isinstance(stage, Matrix) else channels
+        channels = stage.shape[0] if isinstance(stage, Matrix) else channels
         elements += tokens * channels
     return elements
 

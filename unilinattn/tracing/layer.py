@@ -13,6 +13,7 @@ from torch import Tensor
 from unilinattn.call import Call
 from unilinattn.call.axes import as_read, as_tokens, in_shape
 from unilinattn.call.exactness import tolerance
+from unilinattn.call.offloaded import device_of
 from unilinattn.call.parameters import constant_parameters
 from unilinattn.errors import UncoveredError
 from unilinattn.host.isolation import in_gradient_mode, isolated
@@ -79,7 +80,7 @@ class Layer:
         self.precision = precision_of(record.module, record.output)
         in_pieces = prefix is not None and prefix.pieces is not None
         # The files of streams stay where they are.
-        device = (record.output if in_pieces else next(record.module.parameters(), record.output)).device
+        device = record.output.device if in_pieces else device_of(record.module, record.output.device)
         sides = zip((source, record.output), record.axes, strict=True)
         vectors = [as_tokens(x.detach().to(device, dtype), record.batch, axis) for x, axis in sides]
         self.input, self.output = vectors
@@ -131,11 +132,12 @@ class Layer:
     def operator(self) -> MixerOperator:
         """The layer as a frozen linear map, built on first access and cached.
 
-        Of the layers whose operator replaced the host's forward, only the latest one accessed is cached.
+        Of the layers whose operator replaced the host's forward, only the latest one accessed is cached. Its matrices
+        are the model's weights, which are cast at each use; `copy.deepcopy(operator)` holds copies.
 
-        Raises `ModelStateError` if a weight changed since the trace, `UncoveredError` for a configuration that the
-        adapter does not cover, and `FactorError` for NaN or infinity in a factor; gates and norms, which are computed
-        on first use, raise it then.
+        Raises `ModelStateError` if a weight changed since the trace, here or at a use, `UncoveredError` for a
+        configuration that the adapter does not cover, and `FactorError` for NaN or infinity in a factor; gates and
+        norms, which are computed on first use, raise it then.
         """
         return self._cached_operator() or self._built()[0]
 
@@ -327,7 +329,7 @@ class Layer:
 
     def _flow_of_piece(self, x: Float[Tensor, "batch token in"]) -> Flow:
         self._require_same_weights()
-        device = next(self.module.parameters(), x).device
+        device = device_of(self.module, x.device)
         call = Call(self.module, self.name, self.arguments, x.to(device))
         with full_precision():
             return in_gradient_mode(False, lambda: isolated(self.module, lambda: build_flow(self._architecture, call)))

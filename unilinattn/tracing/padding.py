@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from unilinattn.call.axes import as_tokens
 from unilinattn.call.nested import tensors
+from unilinattn.call.offloaded import loaded
 from unilinattn.discovery.perturbation import Constant, Run, special_ids
 from unilinattn.host.inputs import ids_name, real_tokens
 from unilinattn.host.module_calls import CallRecord, layer_input
@@ -163,7 +164,10 @@ def _others(arguments: Mapping[str, Any]) -> list[Bool[Tensor, "batch token"]]:
 
 def _leak(layers: Sequence[CallRecord], mask: Bool[Tensor, "batch length"]) -> str | None:
     """Return the `padding_leak` of the first layer that has one for this mask, None if none has."""
-    leaks = (
-        f.architecture.padding_leak(f.module, mask) for f in layers if f.architecture and f.architecture.padding_leak
-    )
-    return next((leak for leak in leaks if leak is not None), None)
+    for record in layers:
+        if record.architecture and record.architecture.padding_leak:
+            with loaded(record.module):
+                leak = record.architecture.padding_leak(record.module, mask)
+            if leak is not None:
+                return leak
+    return None

@@ -216,7 +216,8 @@ def trace(
     of the layer are those of this prefix. A host that accepts `logits_to_keep` computes only the logits of each
     sequence's last real token, and one layer's operator is kept at a time.
 
-    Memory: the trace holds three tensors for each layer, its input, its output and the stream: in float32 12 bytes per
+    Memory: operators hold no copies of weights but read them in the model, also where accelerate offloads it. The trace
+    holds three tensors for each layer, its input, its output and the stream: in float32 12 bytes per
     token, layer and channel; a fourth, the stream after the layer, if something is added before the next one. A running
     trace takes 4 bytes more, and about 40 per token and inner channel of the layer being computed (Mamba-1, Mamba-2).
 
@@ -243,7 +244,7 @@ def trace(
 
     Raises `UnknownArchitectureError` for a model without a token mixer, or with one outside of the modules that can be
     layers, `UncoveredError` for a module that cannot be recorded, with the function for which it cannot,
-    `ModelStateError` for active dropout and for weights that are offloaded or sharded, `InputError` for inputs that do
+    `ModelStateError` for active dropout and for weights that are sharded or not loaded, `InputError` for inputs that do
     not fit, `OptionError` for an invalid `dtype`, `substitute_above` or `stream_to` and for a `bos` that cannot be
     added, and `UncoveredError` if an adapter does not cover a call, an operator that replaces a host's forward differs
     from it, or a layer cannot be computed in pieces.

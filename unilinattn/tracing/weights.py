@@ -55,7 +55,7 @@ def _checksums(module: nn.Module, by_id: dict[int, Checksum]) -> dict[str, Check
 def _checksum(tensor: Tensor) -> int | None:
     """Return sum_k w_k word_k modulo 2^64 over a tensor's bytes, w fixed odd numbers: the order of words counts."""
     if tensor.device.type == "meta" or type(tensor) not in (Tensor, nn.Parameter):
-        # Offloaded weights have no data, and torch cannot read the bytes of other packages' packed formats.
+        # Offloaded weights are loaded for each call only, and torch cannot read other packages' packed formats.
         return None
     if not tensor.numel():
         return 0
