@@ -127,7 +127,9 @@ def equivalent(tokens: Sequence[str]) -> dict[int, list[int]]:
     graph, (reactants, _) = bonds(tokens), sides(tokens)
     classes: dict[int, Any] = {atom: tokens[atom] for atom in reactants}
     for _ in reactants:
-        finer = {atom: (classes[atom], sorted((bond, classes[j]) for j, bond in graph[atom].items())) for atom in graph}
+        finer = {
+            atom: (classes[atom], sorted((bond, classes[j]) for j, bond in graph[atom].items())) for atom in reactants
+        }
         numbers = {name: index for index, name in enumerate(sorted({repr(value) for value in finer.values()}))}
         classes = {atom: numbers[repr(finer[atom])] for atom in reactants}
     return {atom: [other for other in reactants if classes[other] == classes[atom]] for atom in reactants}
@@ -179,7 +181,7 @@ def measured() -> dict[str, Any]:
             hidden = (*ids[:product], vocabulary.index("[MASK]"), *ids[product + 1 :])
             masked[len(shown)] = Input(hidden, product, ids[product], predicted=False)
             shown.append((number, product))
-    read = sequences_read(model, masked[0], [*METHODS[:-2]])
+    read = sequences_read(model, masked[0])
     covered = [method for method in METHODS if read.get(method.label, PASSES + 1) <= PASSES]
     scores = scores_of(model, plain, [method for method in covered if not _explains_logit(method)])
     for index, (of_masked, _) in scores_of(model, masked, list(filter(_explains_logit, covered))).items():

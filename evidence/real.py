@@ -29,7 +29,7 @@ def measured(name: str, entry: Mapping[str, Any]) -> tuple[list[Row], dict[str, 
     """Return a row for each method and input of a checkpoint, and the sequences that each method reads."""
     model, _ = CHECKPOINTS[name].load()
     examples = [Input(tuple(row["ids"]), row["position"], row["target"], row["predicted"]) for row in entry["inputs"]]
-    candidates = [method for method in METHODS if (name, method.label) not in LEFT_OUT]
+    candidates = [method for method in METHODS if method.label not in LEFT_OUT.get(name, ())]
     results, read = scored(model, examples, candidates)
     return rows_of(name, results, examples, [row["effects"] for row in entry["inputs"]]), read
 
@@ -48,13 +48,11 @@ def merged(previous: Mapping[str, Any], rows: Sequence[Row], **of_checkpoints: M
     entries = {key: {**previous.get(key, {}), **values} for key, values in of_checkpoints.items()}
     for name in scored_now:
         entries.get("skipped", {}).pop(name, None)
-    left_out = [{"checkpoint": name, "method": method, "reason": reason} for (name, method), reason in LEFT_OUT.items()]
     numbers = joined("numbers", summary(rows))
     return {
         "rule": RULE,
         "best": best_methods(numbers, entries["sequences"]),
         **entries,
-        "left out": left_out,
         "numbers": numbers,
         "differences": joined("differences", differences(rows)),
     }

@@ -7,7 +7,6 @@ from typing import Any
 from evidence.atom_maps import HEAD, LAYER
 from evidence.rankings import DEFAULTS, METRICS, PASSES, ROW, TOKENS, Row, behind
 from evidence.record import RESULTS
-from evidence.scores import REFERENCE
 from evidence.truths import CHECKPOINTS
 from tools.markers import table as table_text
 
@@ -103,11 +102,8 @@ def section() -> str:
         'chose nothing. "No sinks" ranks all tokens but attention sinks, "no last" all but the explained position: '
         "the last token of a prompt, the mask of a masked model, [CLS] of a classifier. Scores of single layers are "
         f"averaged. Methods for which the model reads more than {PASSES} sequences measure nearly the truth; they are "
-        f"scored on {REFERENCE} inputs for reference.",
-        " ".join(
-            f"`{line['method']}` is left out of {CHECKPOINTS[line['checkpoint']].label}: {line['reason']}."
-            for line in record["left out"]
-        ),
+        "scored on `n` of these inputs for reference, once for each model. `kernel_shap` reads "
+        "505 sequences and would take longer than all others.",
         f"{record['rule']} " + " ".join(f"For {kind}: `{method}`." for kind, method in record["best"].items()),
         _behind(record),
     ]
