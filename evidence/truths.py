@@ -202,10 +202,10 @@ def _is_plain(token: str) -> bool:
 def documented(name: str, *, download: bool = True) -> tuple[nn.Module, Any]:
     """Return a linear RNN that learned documentation, and its tokenizer; nothing is downloaded."""
     model, tokenizer = documentation.load(name)
-    for module in model.modules():
-        if hasattr(module, "chunk_size"):
-            # transformers pads every input to whole chunks, of 256 tokens by default.
-            module.chunk_size = CHUNK
+    mixers: list[Any] = [module for module in model.modules() if hasattr(module, "chunk_size")]
+    for mixer in mixers:
+        # transformers pads every input to whole chunks, of 256 tokens by default.
+        mixer.chunk_size = CHUNK
     return model, tokenizer
 
 
