@@ -189,7 +189,8 @@ def measured() -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     for index, (number, product) in enumerate(shown):
         tokens, (reactants, _) = reactions[number], sides(reactions[number])
-        relevant = torch.tensor([atom in equivalent(tokens)[maps[number][product]] for atom in reactants])
+        answers = equivalent(tokens)[maps[number][product]]
+        relevant = torch.tensor([atom in answers for atom in reactants])
         of_atom = {label: values[reactants] for label, values in scores[index][0].items()}
         of_atom[f"head {HEAD} of layer {LAYER}"] = heads[number][product, reactants].double()
         of_atom["same text"] = torch.tensor(context(tokens, product, reactants), dtype=torch.float64)
