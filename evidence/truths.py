@@ -26,6 +26,9 @@ DRAWS = 12
 ATTENTION, RECURRENT = "softmax attention", "linear RNN"
 """Kinds of token mixers, each with a default method."""
 
+CHUNK = 16
+"""Tokens of a chunk of Mamba-2's scan, which changes its time and not its function."""
+
 WINDOW = 24
 """Tokens of an antibody that are read."""
 
@@ -103,9 +106,10 @@ def measured(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def stored(truths: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return truths as JSON with a line for each input."""
+    """Return truths as JSON with a line for each input, in the order of `CHECKPOINTS`."""
     blocks = []
-    for name, entry in truths.items():
+    for name in (name for name in CHECKPOINTS if name in truths):
+        entry = truths[name]
         head = json.dumps({key: value for key, value in entry.items() if key != "inputs"})[1:-1]
         lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in entry["inputs"])
         blocks.append(f'{json.dumps(name)}: {{{head}, "inputs": [\n{lines}\n]}}')
@@ -197,7 +201,12 @@ def _is_plain(token: str) -> bool:
 
 def documented(name: str, *, download: bool = True) -> tuple[nn.Module, Any]:
     """Return a linear RNN that learned documentation, and its tokenizer; nothing is downloaded."""
-    return documentation.load(name)
+    model, tokenizer = documentation.load(name)
+    mixers: list[Any] = [module for module in model.modules() if hasattr(module, "chunk_size")]
+    for mixer in mixers:
+        # transformers pads every input to whole chunks, of 256 tokens by default.
+        mixer.chunk_size = CHUNK
+    return model, tokenizer
 
 
 def _documentation(model: nn.Module, tokenizer: Any) -> list[Input]:

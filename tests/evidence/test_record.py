@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from evidence import NAMES, __main__, real, record, study
+from evidence import NAMES, __main__, real_page, record, study
 from evidence.copying import CopyingStudy
 from evidence.page import page
 from evidence.rows import number
@@ -55,8 +55,8 @@ def test_repeated_numbers_that_differ_or_are_missing_are_listed() -> None:
 def test_the_page_is_written_from_the_record() -> None:
     studies = [study(name) for name in RECORDED]
     text = page(studies, {one.name: record.read(one.name) for one in studies}, __main__.absent())
-    assert (ROOT / "docs" / "evidence.md").read_text() == text + real.section()
-    assert real.kinds() in (ROOT / "docs" / "methods" / "index.md").read_text()
+    assert (ROOT / "docs" / "evidence.md").read_text() == text + real_page.section()
+    assert real_page.kinds() in (ROOT / "docs" / "methods" / "index.md").read_text()
 
 
 @pytest.mark.parametrize("name", RECORDED)
