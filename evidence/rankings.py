@@ -33,9 +33,9 @@ DEFAULTS = {ATTENTION: OF_ATTENTION.name, RECURRENT: OF_RECURRENT.name}
 """The default method of `explain` by kind of model."""
 
 RULE = (
-    f"The best method of a kind of model is that with the highest mean over checkpoints of the rank correlation with "
-    f"all tokens, on one half of each list of inputs, among methods for which every model reads at most {PASSES} "
-    "sequences; ties go to the larger hit@1."
+    "The best method of a kind of model is that with the highest mean, over checkpoints, of hit@1 and of the rank "
+    "correlation, with all tokens, on one half of each list of inputs, among methods for which every model reads at "
+    f"most {PASSES} sequences."
 )
 
 Row = dict[str, Any]
@@ -160,4 +160,4 @@ def best_method(lines: Sequence[Row]) -> str:
         if line["half"] == "choose" and line["tokens"] == "all" and line["method"] not in BASELINES:
             means.setdefault(line["method"], {}).setdefault(line["metric"], []).append(line["mean"])
     common = {method: of for method, of in means.items() if len(of["spearman"]) == len(checkpoints)}
-    return max(common, key=lambda method: (fmean(common[method]["spearman"]), fmean(common[method]["hit_at_1"])))
+    return max(common, key=lambda method: fmean(fmean(common[method][metric]) for metric in METRICS))

@@ -48,7 +48,8 @@ def kinds() -> str:
             if not of_row:
                 continue
             means: dict[str, Row] = {line["method"]: line for line in of_row}
-            shown = ", ".join(f"{method} {means[method]['mean']:.2f}" for method in ("attn_lrp", "logit", "recency"))
+            names_shown = ("attn_lrp", "lrp", "logit", "recency")
+            shown = ", ".join(f"{method} {means[method]['mean']:.2f}" for method in names_shown)
             texts.append(f"{CHECKPOINTS[name].label}: {shown} (n = {means['logit']['count']})")
         return "; ".join(texts)
 
@@ -67,7 +68,7 @@ def kinds() -> str:
         ),
         (
             "linear RNN, state-space model",
-            "[`logit`](logit.md), the default",
+            "[`lrp`](lrp.md), the default",
             "adds up to the logit exactly; " + correlations("text-mamba2", "text-gated_deltanet"),
             "counts what tokens send; [`effects`](../howto/effects.md) measures what they decide",
         ),

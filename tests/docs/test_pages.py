@@ -102,7 +102,7 @@ def test_the_readme_draws_a_checkpoint(tmp_path: Path, monkeypatch: pytest.Monke
     train.train(train.mamba2, "checkpoint", steps=1)
     _, own = [block for block in pages.blocks(pages.README) if block.kind == "python"]
     exec(compile(own.text, "README.md", "exec"), {})
-    assert "<title>logit of Mamba2ForCausalLM</title>" in (tmp_path / "scores.html").read_text()
+    assert "<title>lrp of Mamba2ForCausalLM</title>" in (tmp_path / "scores.html").read_text()
 
 
 @pytest.mark.slow

@@ -76,7 +76,7 @@ def test_the_best_method_has_the_best_mean_on_the_chosen_half_of_methods_that_ev
         *line("a", "recency", 1.0, 1.0),
         *line("b", "recency", 1.0, 1.0),
     ]
-    # logit and lrp have the same mean correlation, and lrp the larger hit@1.
+    # logit and lrp have the same mean correlation, and lrp has the larger hit@1.
     assert rankings.best_method(lines) == "lrp"
 
 

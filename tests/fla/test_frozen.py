@@ -169,9 +169,9 @@ def test_plain_forms_equal_their_modules(dtype: torch.dtype) -> None:
             assert relative_error(actual, expected) <= tolerance("stream", dtype), name
 
 
-def test_logit_is_the_default_of_explain() -> None:
+def test_lrp_is_the_default_of_explain() -> None:
     result = ula.explain(_trace(_model("gla")), target=-1)
-    assert result.method == "logit" and result.completeness_gap < tolerance("reconstruction", torch.float32)
+    assert result.method == "lrp" and result.completeness_gap < tolerance("reconstruction", torch.float32)
 
 
 @pytest.mark.parametrize("name", ["gla", "deltanet", "gated deltanet"])

@@ -103,7 +103,8 @@ def _rows(call: Call, layer: Any, rows: Any) -> Affine:
     """Return rows of the weight and of the bias of a linear layer."""
     weight = layer.weight if isinstance(layer, nn.Linear) else layer.weight.T
     bias = weight.new_zeros(len(weight)) if layer.bias is None else layer.bias
-    return call.stored(weight.detach())[rows], call.tensor(bias.detach()[rows])
+    of_bias = rows.to(bias.device) if isinstance(rows, Tensor) else rows
+    return call.stored(weight.detach())[rows], call.tensor(bias.detach()[of_bias])
 
 
 def _channels(value: Tensor, output: Tensor) -> Tensor | None:
