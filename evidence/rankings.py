@@ -9,10 +9,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from evidence.truths import ATTENTION, CHECKPOINTS, RECURRENT, Input
+from evidence.truths import BIDIRECTIONAL, CAUSAL, CHECKPOINTS, RECURRENT, Input
 from unilinattn.evaluation import mean_interval, rank_correlation, row_scores
-from unilinattn.methods.default import ATTENTION as OF_ATTENTION
-from unilinattn.methods.default import RECURRENT as OF_RECURRENT
+from unilinattn.methods.default import CAUSAL as OF_CAUSAL
+from unilinattn.methods.default import OTHER
 
 PASSES = 5
 """Most sequences that the model reads for one explanation by a candidate for the default, that of the trace included.
@@ -29,7 +29,7 @@ METRICS = ("hit_at_1", "spearman")
 ROW = ("checkpoint", "half", "tokens", "metric")
 """The keys of a recorded mean beside its method."""
 
-DEFAULTS = {ATTENTION: OF_ATTENTION.name, RECURRENT: OF_RECURRENT.name}
+DEFAULTS = {CAUSAL: OF_CAUSAL.name, BIDIRECTIONAL: OTHER.name, RECURRENT: OTHER.name}
 """The default method of `explain` by kind of model."""
 
 RULE = (

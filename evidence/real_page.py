@@ -62,8 +62,8 @@ def kinds() -> str:
         ),
         (
             "encoder, vision Transformer",
-            "[`attn_lrp`](attn_lrp.md), the default",
-            correlations("rxnfp", "rxnfp-classes", "rxnmapper", "antiberty"),
+            "[`lrp`](lrp.md), the default",
+            "adds up to the logit exactly; " + correlations("rxnfp", "rxnfp-classes", "rxnmapper", "antiberty"),
             "no pretrained vision Transformer was measured",
         ),
         (

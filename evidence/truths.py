@@ -23,7 +23,7 @@ TRUTHS = FOLDER / "results" / "real-truths.json"
 DRAWS = 12
 """Random tokens that replace each token."""
 
-ATTENTION, RECURRENT = "softmax attention", "linear RNN"
+CAUSAL, BIDIRECTIONAL, RECURRENT = "causal attention", "bidirectional attention", "linear RNN"
 """Kinds of token mixers, each with a default method."""
 
 CHUNK = 16
@@ -68,7 +68,7 @@ class Checkpoint:
     load: Callable[..., tuple[nn.Module, Any]]
     inputs: Callable[[nn.Module, Any], list[Input]]
     replacements: Callable[[Any], Int[Tensor, " replacement"]]
-    kind: str = ATTENTION
+    kind: str = CAUSAL
 
 
 def log_probability(model: nn.Module, example: Input) -> Callable[[Tensor], Float[Tensor, " batch"]]:
@@ -240,12 +240,18 @@ CHECKPOINTS: Mapping[str, Checkpoint] = {
         lambda model, tokenizer: _prompts(model, tokenizer, first=True),
         _plain_words,
     ),
-    "rxnfp": Checkpoint(("rxnfp",), "rxnfp, masked (BERT)", checkpoints.reactions, _reactions, _plain_ids),
-    "rxnfp-classes": Checkpoint(
-        ("rxnfp",), "rxnfp, 50 classes (BERT)", checkpoints.reaction_classes, _classes, _plain_ids
+    "rxnfp": Checkpoint(
+        ("rxnfp",), "rxnfp, masked (BERT)", checkpoints.reactions, _reactions, _plain_ids, BIDIRECTIONAL
     ),
-    "rxnmapper": Checkpoint(("rxnmapper",), "rxnmapper (ALBERT)", checkpoints.atom_maps, _reactions, _plain_ids),
-    "antiberty": Checkpoint(("antiberty",), "AntiBERTy (BERT)", checkpoints.antibodies, _antibodies, _plain_ids),
+    "rxnfp-classes": Checkpoint(
+        ("rxnfp",), "rxnfp, 50 classes (BERT)", checkpoints.reaction_classes, _classes, _plain_ids, BIDIRECTIONAL
+    ),
+    "rxnmapper": Checkpoint(
+        ("rxnmapper",), "rxnmapper (ALBERT)", checkpoints.atom_maps, _reactions, _plain_ids, BIDIRECTIONAL
+    ),
+    "antiberty": Checkpoint(
+        ("antiberty",), "AntiBERTy (BERT)", checkpoints.antibodies, _antibodies, _plain_ids, BIDIRECTIONAL
+    ),
     "iglm": Checkpoint(("iglm",), "IgLM (GPT-2)", checkpoints.antibody_generator, _generated, _plain_ids),
     "text-mamba2": Checkpoint(
         (), "Mamba-2 of 1.4M, documentation", partial(documented, "mamba2"), _documentation, _subwords, RECURRENT

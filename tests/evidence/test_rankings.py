@@ -13,7 +13,7 @@ from unilinattn import methods
 from unilinattn.errors import OptionError
 from unilinattn.examples import TASKS, load
 
-ATTENTION, RECURRENT = "rxnfp", "text-mamba2"
+ATTENTION, RECURRENT = "smollm2", "text-mamba2"
 
 
 def line(checkpoint: str, method: str, spearman: float, hit: float, half: str = "choose") -> list[Row]:
@@ -83,8 +83,8 @@ def test_the_best_method_has_the_best_mean_on_the_chosen_half_of_methods_that_ev
 def test_methods_of_many_sequences_are_no_candidates_for_the_default() -> None:
     lines = [*line(ATTENTION, "logit", 0.5, 0.1), *line(ATTENTION, "occlusion", 0.9, 0.9)]
     sequences = {"logit": 2, "occlusion": rankings.PASSES + 1}
-    assert rankings.best_methods(lines, {ATTENTION: sequences}) == {truths.ATTENTION: "logit"}
-    assert rankings.best_methods(lines, {ATTENTION: {**sequences, "occlusion": 5}}) == {truths.ATTENTION: "occlusion"}
+    assert rankings.best_methods(lines, {ATTENTION: sequences}) == {truths.CAUSAL: "logit"}
+    assert rankings.best_methods(lines, {ATTENTION: {**sequences, "occlusion": 5}}) == {truths.CAUSAL: "occlusion"}
 
 
 def test_differences_are_paired_and_on_the_inputs_that_both_methods_have() -> None:
@@ -129,7 +129,7 @@ def test_a_record_of_one_checkpoint_keeps_the_numbers_of_the_others() -> None:
     record = real.merged({}, second, sequences={RECURRENT: read}, skipped={ATTENTION: "no wheel"})
     record = real.merged(json.loads(json.dumps(record)), first, sequences={ATTENTION: read}, skipped={})
     assert record["skipped"] == {}
-    assert record["best"] == {truths.ATTENTION: "attn_lrp", truths.RECURRENT: "logit"}
+    assert record["best"] == {truths.CAUSAL: "attn_lrp", truths.RECURRENT: "logit"}
     # The order is that of the checkpoints, whichever was scored first.
     assert list(dict.fromkeys(row["checkpoint"] for row in record["numbers"])) == [ATTENTION, RECURRENT]
     again = real.merged(record, rows(ATTENTION, "logit", [0.9] * 4), sequences={ATTENTION: read}, skipped={})

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from jaxtyping import TypeCheckError
-from transformers import MambaConfig, MambaModel
+from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaModel
 
 from tests.methods import refused
 from tests.methods.hosts import BATCH, HOSTS, LENGTH, inputs, real_tokens, traced
@@ -80,7 +80,21 @@ def test_the_default_of_linear_rnns_is_lrp(target: int | None) -> None:
         explain(host_trace, p=1)
 
 
-def test_the_default_of_softmax_attention_is_attn_lrp() -> None:
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_the_default_of_causal_attention_is_attn_lrp_with_padding_too(implementation: str) -> None:
+    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    config = LlamaConfig(vocab_size=50, num_key_value_heads=1, attn_implementation=implementation, **sizes)
+    ids = torch.randint(50, (2, 6))
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
+    llama = LlamaForCausalLM(config).eval()
+    assert explain(llama, {"input_ids": ids, "attention_mask": mask}, target=-1).method == "attn_lrp"
+
+
+def test_the_default_of_an_encoder_is_lrp() -> None:
+    assert explain(traced("bert"), target=1).method == "lrp"
+
+
+def test_the_default_of_causal_attention_is_attn_lrp() -> None:
     host_trace = traced("gpt2")
     assert explain(host_trace, target=-1).method == "attn_lrp"
     assert explain(host_trace, target=-1, by="layer").method == "logit"

@@ -6,6 +6,9 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
+from jaxtyping import Bool
+from torch import Tensor
+
 from unilinattn.errors import OptionError
 from unilinattn.methods.needs import REFUSALS
 from unilinattn.mixers import Dense
@@ -18,10 +21,10 @@ from unilinattn.scoring.selection import stream_groups
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Target, Trace
 
-ATTENTION: type[Options] = AttnLrp
-"""Default method of `explain` for models with logits and softmax attention: it counts what a token decided."""
+CAUSAL: type[Options] = AttnLrp
+"""Default method of `explain` for models with logits and causal softmax attention: it counts what a token decided."""
 
-RECURRENT: type[Options] = Lrp
+OTHER: type[Options] = Lrp
 """Default method of `explain` for other models with logits, whose relevances add up to the logit."""
 
 SHARES: type[Options] = Logit
@@ -47,18 +50,27 @@ def chosen_method(name: str | None, options: dict[str, Any], traced: Trace) -> t
         return registered(name), options
     if not traced.explained_logit.exists and options.get("logit") is None:
         return registered(COMPOSED.name), {**COMPOSED.keywords, **options}
-    default = ATTENTION if any(map(_attends, traced.layers)) else RECURRENT
-    fields = options.keys() - ATTENTION.model_fields.keys()
+    default = CAUSAL if any(map(_attends_causally, traced.layers)) else OTHER
+    fields = options.keys() - CAUSAL.model_fields.keys()
     names_shares = bool(fields) and options.keys() <= SHARES.model_fields.keys()
     return registered((SHARES if names_shares else default).name), options
 
 
-def _attends(layer: Layer) -> bool:
-    """Whether a layer mixes tokens by a matrix without more structure, as softmax attention does."""
+def _attends_causally(layer: Layer) -> bool:
+    """Whether a layer mixes earlier tokens by a matrix without more structure, as softmax attention does."""
     if layer.opaque or layer.in_pieces:
         return False
     stages = (stage for chain in layer.operator.chains.values() for stage in walk(chain))
-    return any(isinstance(stage, Mix) and isinstance(stage.mixer, Dense) for stage in stages)
+    mixers = (stage.mixer for stage in stages if isinstance(stage, Mix))
+    return any(isinstance(mixer, Dense) and _is_causal(mixer, layer.mask) for mixer in mixers)
+
+
+def _is_causal(mixer: Dense, mask: Bool[Tensor, "batch query"] | None) -> bool:
+    """Whether real tokens read no later ones; a host may give padding an even average over all tokens."""
+    if mixer.is_lower_triangular or mask is None or mask.shape != mixer.weights.shape[::2]:
+        return mixer.is_lower_triangular
+    rows = mixer.weights * mask[:, None, :, None]
+    return not bool(rows.triu(1).any())
 
 
 def by_layer(
