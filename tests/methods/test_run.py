@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from jaxtyping import TypeCheckError
-from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaModel
+from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM, MambaConfig, MambaModel
 
 from tests.methods import refused
 from tests.methods.hosts import BATCH, HOSTS, LENGTH, inputs, real_tokens, traced
@@ -91,7 +91,9 @@ def test_the_default_of_causal_attention_is_attn_lrp_with_padding_too(implementa
 
 
 def test_the_default_of_an_encoder_is_lrp() -> None:
-    assert explain(traced("bert"), target=1).method == "lrp"
+    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    bert = BertForMaskedLM(BertConfig(vocab_size=50, **sizes)).eval()
+    assert explain(bert, torch.randint(50, (2, 6)), target=1).method == "lrp"
 
 
 def test_the_default_of_causal_attention_is_attn_lrp() -> None:
