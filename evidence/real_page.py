@@ -105,7 +105,9 @@ def section() -> str:
         f"averaged. Methods for which the model reads more than {PASSES} sequences measure nearly the truth; they are "
         "scored on `n` of these inputs for reference, once for each model. `kernel_shap` reads "
         "505 sequences and would take longer than all others.",
-        f"{record['rule']} " + " ".join(f"For {kind}: `{method}`." for kind, method in record["best"].items()),
+        f"{record['rule']} "
+        + " ".join(f"For {kind}: `{method}`." for kind, method in record["best"].items())
+        + " In a model without gates, such as BERT, `lrp` is `logit`.",
         _behind(record),
     ]
     for name in dict.fromkeys(line["checkpoint"] for line in record["numbers"]):
