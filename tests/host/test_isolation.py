@@ -65,6 +65,8 @@ def uncached(model: nn.Module) -> dict[str, bool]:
 
 def sweep(model: nn.Module, run: Callable[[], object], files: tuple[str, ...], sample: int | None) -> int:
     """Interrupt a run at the first and last execution of each line, or of some; return the number of interrupts."""
+    # The first run fills caches, without which there are more lines.
+    run()
     counting = Interrupts(files)
     assert not counting.run(run)
     chosen = first_and_last(counting.lines)

@@ -183,7 +183,7 @@ def test_an_estimate_is_printed_as_a_table() -> None:
     estimate = ula.estimate(traced("mamba", LENGTH), method="raw")
     lines = repr(estimate).splitlines()
     assert lines[0].startswith("Estimate of raw: result (2, 1, 192, 192), 288.0 KiB; ")
-    assert "; trace and operators 221.8 KiB; " in lines[0]
+    assert "; trace and operators 215.1 KiB; " in lines[0]
     assert [line.split()[0] for line in lines[1:]] == ["backbone.layers.0.mixer", "backbone.layers.1.mixer"]
     assert all(line.endswith("Mamba-1 (S6)") for line in lines[1:])
     assert "all along" in repr(ula.estimate(traced("mamba", LENGTH), method="alti", compose="rollout"))
@@ -216,7 +216,7 @@ def test_wrong_arguments_are_refused() -> None:
     host_trace = traced("mamba", LENGTH)
     with pytest.raises(OptionError, match="did you mean 'rollout'"):
         ula.estimate(host_trace, method="rolout")
-    with pytest.raises(OptionError, match="logit takes no option 'scop'"):
+    with pytest.raises(OptionError, match="lrp takes no option 'scop'"):
         ula.estimate(host_trace, scop="core")
     with pytest.raises(InputError, match="needs inputs"):
         ula.estimate(host("mamba").model())

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from beartype.roar import BeartypeCallHintParamViolation
 from torch import Tensor, nn
 from transformers import (
     LlamaConfig,
@@ -297,7 +298,10 @@ def test_inputs_without_ids_and_models_without_logits_are_refused() -> None:
 @pytest.mark.parametrize("options", [{"top": 0}, {"draws": 1}, {"seed": -1}, {"top": True}, {"draws": 2.0}])
 def test_numbers_out_of_range_are_refused(options: dict[str, Any]) -> None:
     (name, value), *_ = options.items()
-    with pytest.raises(OptionError, match=f"{name}={value}; give a whole number of at least"):
+    # A thorough run checks the types of arguments before.
+    with pytest.raises(
+        (OptionError, BeartypeCallHintParamViolation), match=f"{name}={value}(; give a whole number| vi)"
+    ):
         ula.explain(binary(), IDS, target=-1).check(**options)
 
 

@@ -110,6 +110,8 @@ def test_each_layer_adds_the_same_work(build: Callable[[int], nn.Module], work: 
 
 
 @pytest.mark.parametrize("build", [bert, gpt2])
-def test_all_calls_are_linear_in_the_layers(build: Callable[[int], nn.Module]) -> None:
+def test_all_calls_are_linear_in_the_layers(build: Callable[[int], nn.Module], pytestconfig: pytest.Config) -> None:
+    if pytestconfig.getoption("--thorough"):
+        pytest.skip("counts the calls of the package, and checks of signatures call more")
     few, some, many = (calls_of(traced(build, depth)) for depth in DEPTHS)
     assert many - some <= 1.01 * (some - few), (few, some, many)

@@ -14,7 +14,7 @@ from unilinattn.call.stored import Stored
 Affine = tuple[Tensor | Stored, Tensor]
 """A weight (out, in) and a bias (out)."""
 
-Located = tuple[tuple[str, Tensor] | None, str | None]
+Located = tuple[tuple[str, Tensor | slice] | None, str | None]
 """The path of the layer to the values with the rows of its weight for them, and the path of the layer to the output."""
 
 _located: "WeakKeyDictionary[nn.Module, dict[object, Located]]" = WeakKeyDictionary()
@@ -107,7 +107,7 @@ def _rows(call: Call, layer: Any, rows: Any) -> Affine:
     return call.stored(weight.detach())[rows], call.tensor(bias.detach()[of_bias])
 
 
-def _channels(value: Tensor, output: Tensor) -> Tensor | None:
+def _channels(value: Tensor, output: Tensor) -> Tensor | slice | None:
     """Return the channels of `output` (batch, token, channel) that `value` (batch, head, token, channel) is a view of.
 
     In the order (head, channel); None if it is no view of them.
@@ -122,7 +122,10 @@ def _channels(value: Tensor, output: Tensor) -> Tensor | None:
     index = (
         first + torch.arange(heads, device="cpu")[:, None] * steps[1] + torch.arange(channels, device="cpu") * steps[3]
     ).flatten()
-    return index if bool(((index >= 0) & (index < output.shape[2])).all()) else None
+    if not bool(((index >= 0) & (index < output.shape[2])).all()):
+        return None
+    is_run = torch.equal(index, first + torch.arange(len(index), device="cpu"))
+    return slice(first, first + len(index)) if is_run else index
 
 
 def _is_whole(tensor: Tensor, other: Tensor) -> bool:

@@ -1,6 +1,6 @@
 """Weights that accelerate keeps in the memory of the CPU or in files, and loads for the calls of their modules."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 
-def offloaded(module: nn.Module) -> dict[int, Mapping[str, Tensor]]:
+def offloaded(module: nn.Module) -> dict[int, Any]:
     """Return the stored tensors of the modules whose weights accelerate loads for each call, by the module's id."""
     return {id(inner): hook.weights_map for inner in module.modules() for hook in _hooks(inner) if hook.offload}
 
@@ -48,7 +48,7 @@ def loaded(module: nn.Module) -> Iterator[None]:
             table.update(values)
 
 
-def _load(module: nn.Module, stored: Mapping[str, Tensor]) -> None:
+def _load(module: nn.Module, stored: Any) -> None:
     for name, parameter in module._parameters.items():
         if parameter is not None and parameter.is_meta:
             module._parameters[name] = nn.Parameter(_read(stored, name), requires_grad=parameter.requires_grad)
@@ -57,9 +57,9 @@ def _load(module: nn.Module, stored: Mapping[str, Tensor]) -> None:
             module._buffers[name] = _read(stored, name)
 
 
-def _read(stored: Mapping[str, Tensor], name: str) -> Tensor:
+def _read(stored: Any, name: str) -> Tensor:
     """Return a stored tensor, mapped from its file where accelerate would read a copy of it."""
-    mapping: Any = stored
+    mapping = stored
     while hasattr(mapping, "prefix"):
         mapping, name = mapping.dataset, f"{mapping.prefix}{name}"
     info = getattr(mapping, "index", {}).get(name)

@@ -24,7 +24,7 @@ class Stored:
         """Refer to a weight, or a view of one; the matrix has the device and the precision of `like`."""
         self._weight, self._forms = weight, forms
         self.dtype = like.dtype.to_complex() if weight.is_complex() else like.dtype
-        self._device, self._like = like.device, like.new_empty(0)
+        self._device, self._like = like.device, torch.empty(0, dtype=like.dtype, device=like.device)
         self._version = None if weight.is_inference() else weight._version
         shape = torch.empty(weight.shape, device="meta")
         for form in forms:

@@ -116,7 +116,7 @@ class Recorder(Observer[CallRecord]):
         # Expanded zeros of one element: other values, such as attention weights, may be larger than the output.
         frame.structure = mapped(output, partial(_placeholder, result))
         self.layers.append(frame)
-        if frame.parent is not None:
+        if self._locate is not None and frame.parent is not None:
             frame.parent.unplaced.append(frame)
         return None if result is None else self.on_layer(output, result)
 
@@ -125,6 +125,7 @@ class Recorder(Observer[CallRecord]):
         locate = self._locate
         if locate is not None:
             unplaced = [layer for layer in block.unplaced if not locate(layer, block)]
+            block.unplaced = []
             if block.parent is not None:
                 block.parent.unplaced += unplaced
         for child in block.children:
