@@ -103,8 +103,8 @@ def section() -> str:
         'chose nothing. "No sinks" ranks all tokens but attention sinks, "no last" all but the explained position: '
         "the last token of a prompt, the mask of a masked model, [CLS] of a classifier. Scores of single layers are "
         f"averaged. Methods for which the model reads more than {PASSES} sequences measure nearly the truth; they are "
-        "scored on `n` of these inputs for reference, once for each model. `kernel_shap` reads "
-        "505 sequences and would take longer than all others.",
+        "scored on `n` of these inputs for reference, once for each model. `kernel_shap`, which reads hundreds, is "
+        "left out.",
         f"{record['rule']} "
         + " ".join(f"For {kind}: `{method}`." for kind, method in record["best"].items())
         + " In a model without gates, such as BERT, `lrp` is `logit`.",

@@ -35,7 +35,7 @@ METHODS: tuple[Options, ...] = (
     methods.Occlusion(),
     methods.Knockout(),
 )
-"""Every method but `kernel_shap`, which reads 505 sequences; scores of single layers are averaged."""
+"""Every method but `kernel_shap`, which reads hundreds of sequences; scores of single layers are averaged."""
 
 LEFT_OUT = {
     "smollm2-first": ("smoothgrad", "integrated_gradients", "occlusion", "knockout"),

@@ -1,5 +1,6 @@
 """The affine maps of an attention module, read off its linear layers, equal the images of basis vectors."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from unilinattn import trace
 from unilinattn.architectures.linear_maps import linear_maps
 from unilinattn.architectures.probe import images
 from unilinattn.call import Call
+from unilinattn.call.copies import EMPTY, without_numbers
 from unilinattn.call.exactness import layer_tolerance
 from unilinattn.call.stored import Stored
 from unilinattn.testing import relative_error, tolerance
@@ -126,3 +128,39 @@ def test_queries_with_keys_are_compared_beside_padding() -> None:
     # A function between the attention's result and the projection is no matrix, and is recorded with a frozen slope.
     assert "act" in {stage.role for stage in layer.operator.chains["x"]}
     assert layer.reconstruction_error() < layer_tolerance(torch.float16)
+
+
+def test_the_layers_are_located_anew_for_other_arguments_and_modules() -> None:
+    layer, call = first_attention("opt")
+    (seen,) = layer.seen
+    assert None not in linear_maps(call, seen, "hidden_states")
+    other = replace(seen, arguments={**seen.arguments, "other": seen.arguments["hidden_states"]})
+    assert linear_maps(call, other, "other")[0] is None
+    projection: Any = seen.module.out_proj
+    seen.module.out_proj = Doubled(projection.in_features, projection.out_features)
+    assert linear_maps(call, seen, "hidden_states")[1] is None
+
+
+class Counting(nn.Module):
+    """A layer that writes into a container, a buffer and a tied weight's module while it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = self.tied = nn.Linear(3, 3)
+        self.register_buffer("offset", torch.ones(3))
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(x)
+        return self.tied(self.inner(x)) + self.offset
+
+
+def test_a_run_without_numbers_leaves_the_module_unchanged() -> None:
+    module = Counting()
+    calls: list[nn.Module] = []
+    module.inner.register_forward_hook(lambda layer, *_: calls.append(layer))
+    empty = without_numbers(module)
+    output = empty(torch.zeros(2, 3, device=EMPTY))
+    assert output.shape == (2, 3) and output.is_meta
+    assert module.seen == [] and calls == [] and empty.inner is empty.tied is not module.inner
+    assert not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))

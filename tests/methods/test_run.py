@@ -13,8 +13,9 @@ from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausa
 from tests.methods import refused
 from tests.methods.hosts import BATCH, HOSTS, LENGTH, inputs, real_tokens, traced
 from tools.sweep_configs import tiny_config
-from unilinattn.errors import InputError, NonFiniteError, OptionError, UncoveredError
-from unilinattn.methods import alti, compare, estimate, explain, latim, lrp, rollout
+from unilinattn.errors import InputError, ModelStateError, NonFiniteError, OptionError, UncoveredError
+from unilinattn.methods import alti, compare, estimate, explain, knockout, latim, lrp, rollout
+from unilinattn.results.attribution import Attribution
 from unilinattn.tracing.trace import Trace, trace
 
 
@@ -66,6 +67,17 @@ def test_the_result_is_labelled() -> None:
     assert torch.equal(result.mask, real_tokens("right"))
     assert result.tokens is None
     assert explain(traced("mamba2")).mask is None
+
+
+@pytest.mark.parametrize("run", [partial(explain, method="raw"), partial(explain, method="latim"), knockout])
+def test_a_trace_whose_weights_changed_is_refused(run: Callable[..., Attribution]) -> None:
+    model = HOSTS["mamba2"].model()
+    host_trace = trace(model, inputs())
+    # The operators are built, and a write through `.data` changes no version of a weight.
+    run(host_trace, target=-1)
+    model.backbone.layers[0].mixer.out_proj.weight.data.mul_(2)
+    with pytest.raises(ModelStateError, match=r"changed since the trace \(.*out_proj.weight\)"):
+        run(host_trace, target=-1)
 
 
 @pytest.mark.parametrize("target", [None, -1])

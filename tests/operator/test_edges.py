@@ -214,3 +214,10 @@ BAD_SELECTIONS: list[tuple[dict[str, Any], str]] = [
 def test_bad_heads_and_channels_say_what_is_accepted(selection: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         passed(drawn("attention", DENSE), Listed([(2, 1)]), **selection)
+
+
+def test_edges_of_several_keys_in_one_group_are_all_cut() -> None:
+    op = drawn()
+    pairs = [(5, 2), (5, 3)]
+    assert Listed(pairs).groups(op).keys.sum(2).tolist() == [[2], [2]]
+    assert relative_error(passed(op, Listed(pairs)), by_definition(op, torch.tensor(pairs))) <= LIMIT

@@ -35,14 +35,14 @@ def without_hooks(module: nn.Module, memo: Mapping[int, Any] | None = None) -> n
 def without_numbers(module: nn.Module, copies: dict[int, nn.Module] | None = None) -> nn.Module:
     """Return a module whose parameters and buffers are on the meta device, without hooks and replaced forwards.
 
-    It shares its other attributes with the original; `copies` are those of submodules by the id of the original.
+    It shares its other attributes with the original but for dicts, lists and sets, into which a run may write.
+    `copies` are those of submodules by the id of the original.
     """
     copies = {} if copies is None else copies
     if id(module) in copies:
         return copies[id(module)]
     result: nn.Module = object.__new__(type(module))
     copies[id(module)] = result
-    # A run may write into its containers.
     attributes = {name: copy.copy(x) if type(x) in (dict, list, set) else x for name, x in vars(module).items()}
     vars(result).update(attributes)
     vars(result).update({name: type(value)() for name, value in vars(module).items() if name.endswith("_hooks")})

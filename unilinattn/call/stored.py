@@ -24,7 +24,8 @@ class Stored:
         """Refer to a weight, or a view of one; the matrix has the device and the precision of `like`."""
         self._weight, self._forms = weight, forms
         self.dtype = like.dtype.to_complex() if weight.is_complex() else like.dtype
-        self._device, self._like = like.device, torch.empty(0, dtype=like.dtype, device=like.device)
+        # Without the numbers of `like`; the functions of a traced host do not see it.
+        self._like = torch.empty(0, dtype=like.dtype, device=like.device)
         self._version = None if weight.is_inference() else weight._version
         shape = torch.empty(weight.shape, device="meta")
         for form in forms:
@@ -54,7 +55,7 @@ class Stored:
                 "trace the model again, or take copy.deepcopy(operator), which holds copies, before it changes."
             )
         # A tensor made in inference mode passes no gradients; its copy does.
-        matrix = self._weight.to(self._device, self.dtype, copy=self._weight.is_inference())
+        matrix = self._weight.to(self._like.device, self.dtype, copy=self._weight.is_inference())
         for form in self._forms:
             matrix = form(matrix)
         return matrix
@@ -69,8 +70,6 @@ class Stored:
 
     def __getitem__(self, rows: Any) -> "Stored":
         """Return some of the outputs, by a slice or by their numbers."""
-        if isinstance(rows, Tensor) and torch.equal(rows, torch.arange(len(rows), device=rows.device) + rows[:1]):
-            rows = slice(int(rows[0]), int(rows[0]) + len(rows))
         return self.view(lambda weight: weight[rows]) if isinstance(rows, slice) else self.then(_selected(rows))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:

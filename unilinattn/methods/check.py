@@ -23,6 +23,9 @@ from unilinattn.scoring.base import trace_bytes
 from unilinattn.scoring.numbers import TOKENS
 from unilinattn.tracing.trace import Target, Trace, trace
 
+CHANGED = "a check would be that of another model"
+"""Why a check is refused if the weights changed since the trace."""
+
 FEWEST_DRAWS = 2
 """Draws below which there is no spread, and so no interval."""
 
@@ -77,13 +80,14 @@ class Checker:
     def _traced(self) -> Trace:
         """Return the trace, or one of the model on the same inputs."""
         if (traced := self._trace()) is not None:
+            self._weights.require_same(traced.host, self._model, CHANGED)
             return traced
         if (host := self._host()) is None:
             raise InputError(
                 f"the {self._model} of this result exists no longer, and a check runs it; keep the model or its trace, "
                 "or explain again with check=True."
             )
-        self._weights.require_same(host, self._model, "a check would be that of another model")
+        self._weights.require_same(host, self._model, CHANGED)
         return trace(host, self._arguments, strict=False, progress=False)
 
 

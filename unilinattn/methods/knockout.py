@@ -13,7 +13,7 @@ from unilinattn.options import Knockout
 from unilinattn.progress import progress
 from unilinattn.registry import register_method
 from unilinattn.reruns.cut import Cut
-from unilinattn.reruns.rerun import rerun_unchanged
+from unilinattn.reruns.rerun import rerun
 from unilinattn.results.attribution import Attribution
 from unilinattn.scoring.composition import composition
 from unilinattn.scoring.maps import ONE_ROW
@@ -40,7 +40,7 @@ def knockout(trace: Trace, options: Knockout, *, target: Target | None = None) -
     trace.weights.require_same(trace.host, trace.model, "these runs would not be those of the traced model")
 
     def measured(sequences: Int[Tensor, " run"], *cuts: Cut) -> Float[Tensor, "run query"]:
-        numbers = number(rerun_unchanged(trace, sequences, cuts, positions=number.positions), sequences)
+        numbers = number(rerun(trace, sequences, cuts, positions=number.positions), sequences)
         return numbers if number.has_queries else numbers.unsqueeze(1)
 
     base = measured(torch.arange(trace.layers[-1].output.shape[0], device="cpu"))

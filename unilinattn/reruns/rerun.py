@@ -56,21 +56,10 @@ def rerun(
     computes only the logits at `positions`, one for each traced sequence. `ids` take the place of those of the
     sequences, for inputs that have them.
 
-    Raises `ModelStateError` if a weight changed since the trace, and the errors of a call inside `cut`.
+    The caller compares the weights with those of the trace, once for all runs, because that reads all of them.
+
+    Raises the errors of a call inside `cut`.
     """
-    trace.weights.require_same(trace.host, trace.model, "this run would not be that of the traced model")
-    return rerun_unchanged(trace, sequences, cuts, positions=positions, ids=ids)
-
-
-def rerun_unchanged(
-    trace: Trace,
-    sequences: Int[Tensor, " run"],
-    cuts: Sequence[Cut] = (),
-    *,
-    positions: Int[Tensor, " batch"] | None = None,
-    ids: Int[Tensor, "run length"] | None = None,
-) -> Rerun:
-    """Do what `rerun` does, for a model whose weights the caller has compared: that reads all of them."""
     model = trace.host
     arguments = of_sequences(trace, sequences)
     if ids is not None:

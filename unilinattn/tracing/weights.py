@@ -53,7 +53,11 @@ def _checksums(module: nn.Module, by_id: dict[int, Checksum]) -> dict[str, Check
 
 
 def _checksum(tensor: Tensor) -> int | None:
-    """Return sum_k w_k word_k modulo 2^64 over a tensor's bytes, w fixed odd numbers: the order of words counts."""
+    """Return sum_k w_k mixed(word_k) modulo 2^64 over a tensor's bytes, w scattered odd numbers: their order counts.
+
+    A word's high half is mixed into its low half: twice a float64 differs in bits above the 51st only, whose sums
+    modulo 2^64 are equal for many tensors.
+    """
     if tensor.device.type == "meta" or type(tensor) not in (Tensor, nn.Parameter):
         # Offloaded weights are loaded for each call only, and torch cannot read other packages' packed formats.
         return None
@@ -65,16 +69,17 @@ def _checksum(tensor: Tensor) -> int | None:
     size = min(len(words), CHUNK.get(words.device.type, CHUNK["cpu"]))
     factors = _factors_on_cpu() if is_on_cpu else _factors(size, words.device)
     for chunk in words.split(len(factors)):
-        factor = factors[: len(chunk)]
+        mixed, factor = (chunk >> 32).bitwise_xor_(chunk), factors[: len(chunk)]
         # A dot product of integers makes no tensor of the products; torch has none on other devices.
-        product = torch.dot(chunk, factor) if is_on_cpu else (chunk * factor).sum()
+        product = torch.dot(mixed, factor) if is_on_cpu else (mixed * factor).sum()
         total = total * 0x100000001B3 + product
     return int(total)
 
 
 def _factors(count: int, device: torch.device) -> Int64[Tensor, " word"]:
-    """Return the odd factors of a chunk's words."""
-    return torch.arange(1, 2 * count, 2, device=device) * (0x9E3779B97F4A7C15 - (1 << 64))
+    """Return the odd factors of a chunk's words, scattered by two multiplications (as in SplitMix64)."""
+    numbers = torch.arange(1, count + 1, device=device) * (0x9E3779B97F4A7C15 - (1 << 64))
+    return (numbers ^ (numbers >> 31)) * 0x2545F4914F6CDD1D | 1
 
 
 @cache
