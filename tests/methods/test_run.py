@@ -16,6 +16,7 @@ from tools.sweep_configs import tiny_config
 from unilinattn.errors import InputError, ModelStateError, NonFiniteError, OptionError, UncoveredError
 from unilinattn.methods import alti, compare, estimate, explain, knockout, latim, lrp, rollout
 from unilinattn.results.attribution import Attribution
+from unilinattn.tracing import weights
 from unilinattn.tracing.trace import Trace, trace
 
 
@@ -78,6 +79,19 @@ def test_a_trace_whose_weights_changed_is_refused(run: Callable[..., Attribution
     model.backbone.layers[0].mixer.out_proj.weight.data.mul_(2)
     with pytest.raises(ModelStateError, match=r"changed since the trace \(.*out_proj.weight\)"):
         run(host_trace, target=-1)
+
+
+@pytest.mark.parametrize("method", ["raw", "lrp", "attn_lrp", "knockout", "occlusion"])
+def test_one_call_compares_the_weights_of_a_model_once(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = HOSTS["mamba2"].model()
+    host_trace = trace(model, inputs())
+    read: list[object] = []
+    checksums = weights._checksums
+    monkeypatch.setattr(weights, "_checksums", lambda module, *rest: read.append(module) or checksums(module, *rest))
+    explain(host_trace, method=method, target=-1)
+    assert read.count(model) == 1
+    explain(host_trace, method=method, target=-1)
+    assert read.count(model) == 2
 
 
 @pytest.mark.parametrize("target", [None, -1])

@@ -87,7 +87,8 @@ def explain(
         traced = traced_inputs(model_or_trace, inputs, tokenizer, processor, bos=bos)
         target, options = _by_position(traced, tokenizer, target, options)
         entry, options = chosen_method(name, options, traced)
-        with advised(traced, target, entry, options, note=default_note(entry, name)):
+        advice = advised(traced, target, entry, options, note=default_note(entry, name))
+        with traced.weights.compared(), advice:
             try:
                 result = run_method(entry, traced, target, options)
             except REFUSALS as refusal:
