@@ -4,8 +4,8 @@ python -m evidence                      every recorded study, from the shipped w
 python -m evidence copying --train      train the models of one study first
 python -m evidence real                 methods on pretrained checkpoints that pip fetches, or on those named after it
 python -m evidence --quick              one seed and few samples, compared with the recorded numbers
-python -m evidence --write              record the numbers, and write docs/evidence.md with its pictures
-python -m evidence --page               write docs/evidence.md from the recorded numbers
+python -m evidence --write              record the numbers, and write docs/evidence.md and its pages with pictures
+python -m evidence --page               write these pages from the recorded numbers
 
 `torchrun --nproc-per-node 2 -m evidence` spreads the work over two processes. An interrupted run continues.
 """
@@ -16,21 +16,25 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from benchmarks.machine import machine
 from evidence import NAMES, real, real_page, record, study
 from evidence.claims import Results, outcomes, verdict
-from evidence.page import page, reason
+from evidence.page import page
 from evidence.study import FOLDER, SEEDS, Study
+from evidence.study_page import reason, study_page
 from evidence.training import fingerprint
 from evidence.training import record as training_record
 from tools.markers import replace_section
 from unilinattn.errors import UnilinattnError
 from unilinattn.evaluation import Table
 from unilinattn.evaluation.processes import Processes
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 WEIGHTS = FOLDER / "weights"
 DOCS = FOLDER.parent / "docs"
@@ -117,11 +121,15 @@ def write(one: Study, results: Results, numbers: record.Numbers, weights: Path) 
         for model in one.models:
             for seed in SEEDS:
                 shutil.copyfile(one.path(weights, model, seed), one.path(WEIGHTS, model, seed))
-    figure = one.picture(one.hosts(weights, SEEDS[0]), results)
-    (DOCS / "evidence").mkdir(exist_ok=True)
-    figure.savefig(DOCS / "evidence" / f"{one.name}.png", dpi=110, metadata={"Software": None})
+    draw(one.picture(one.hosts(weights, SEEDS[0]), results), one.name)
     record.RESULTS.mkdir(exist_ok=True)
     (record.RESULTS / f"{one.name}.json").write_text(record.stored(numbers))
+
+
+def draw(figure: "Figure", name: str) -> None:
+    """Store a picture of the pages."""
+    (DOCS / "evidence").mkdir(exist_ok=True)
+    figure.savefig(DOCS / "evidence" / f"{name}.png", dpi=110, metadata={"Software": None})
 
 
 def recorded() -> list[str]:
@@ -134,13 +142,24 @@ def absent() -> list[str]:
     return [study(name).title for name in NAMES if name not in recorded()]
 
 
-def write_page() -> None:
-    """Write the page of all recorded studies."""
+def write_pages() -> None:
+    """Write the page of the evidence, one of each recorded study, and that of pretrained checkpoints."""
     studies = [study(name) for name in recorded()]
-    text = page(studies, {one.name: record.read(one.name) for one in studies}, absent())
-    (DOCS / "evidence.md").write_text(text + real_page.section())
+    for path, text in pages(studies).items():
+        path.write_text(text)
     index = DOCS / "methods" / "index.md"
     index.write_text(replace_section(index.read_text(), "kinds", real_page.kinds()))
+
+
+def pages(studies: Sequence[Study]) -> dict[Path, str]:
+    """Return the text of each page by its file."""
+    records = {one.name: record.read(one.name) for one in studies}
+    folder = DOCS / "evidence"
+    return {
+        DOCS / "evidence.md": page(studies, records, absent()),
+        **{folder / f"{one.name}.md": study_page(one, records[one.name]) for one in studies},
+        folder / f"{real_page.NAME}.md": real_page.page(),
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -177,11 +196,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.studies[:1] == [real.NAME]:
             real.run(names=options.studies[1:], measure_truths=options.truths, write=options.write)
             if options.write:
-                write_page()
+                draw(real_page.picture(), real_page.NAME)
+                write_pages()
             return 0
         studies = [study(name) for name in options.studies or (NAMES if options.train else recorded())]
         if options.page:
-            write_page()
+            write_pages()
             return 0
         weights = WEIGHTS
         if options.train:
@@ -195,7 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 quick = record.summaries(measured(one, weights, options.out, quick=True))
                 if first:
                     write(one, results, described(one, results, weights, quick, seconds), weights)
-                    write_page()
+                    write_pages()
     except UnilinattnError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

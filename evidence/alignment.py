@@ -132,6 +132,7 @@ class Alignment(Study):
 
     name = "alignment"
     title = "Word alignment"
+    question = "Do scores of a translated word name the source words that it translates?"
     source = "LaTIM Table 3"
     text = """
 Models translate sentences of eight words: a noun becomes a stem, for 13 of 18 nouns with an article before it; a

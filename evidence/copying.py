@@ -103,6 +103,7 @@ class CopyingStudy(Study):
 
     name = "copying"
     title = "Copying"
+    question = "Do scores of a copied token name the position that it is copied from?"
     source = "LaTIM Table 2"
     text = """
 A random source of 50 tokens of 32, a separator and the copy, which is read as input. The answer of each copied token

@@ -137,6 +137,7 @@ class EdgesStudy(Study):
 
     name = "edges"
     title = "Causal edges"
+    question = "Does the output change most when the edges between tokens with the highest scores are cut?"
     source = "knockout (Geva et al., 2023) as a test of the methods"
     text = """
 The models of copying, induction and alignment. Tokens: the edges of the highest-ranked keys to all other tokens are

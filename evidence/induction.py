@@ -123,6 +123,7 @@ class InductionStudy(Study):
 
     name = "induction"
     title = "Induction"
+    question = "Do scores of a predicted token name the one that followed the same token before?"
     source = "Induction Table 2, sections 4 and 5"
     text = f"""
 Sequences of {LENGTH} random tokens of {VOCABULARY}; the answer is the token after the last earlier occurrence of the

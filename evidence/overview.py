@@ -66,8 +66,8 @@ def overview(records: Mapping[str, Numbers]) -> str:
         "",
         "Average precision of each method for the known answer, 1 if every relevant token is ranked before all others: "
         "means over seeds and models. The best of a column is bold. `raw`, `latim` and `alti` are scored at the layer "
-        "that is best on other samples, the other methods over all layers. The sections below have the spread, further "
-        "methods and metrics.",
+        "that is best on other samples, the other methods over all layers. The pages of the studies have the spread, "
+        "further methods and metrics.",
         "",
         f"| method | {' | '.join(column.heading for column in columns)} |",
         f"|{' --- |' * (1 + len(columns))}",

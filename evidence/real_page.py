@@ -1,16 +1,33 @@
-"""The section of `docs/evidence.md` on pretrained checkpoints, and the table of default methods, from the record."""
+"""`docs/evidence/pretrained.md`, and the table of default methods, written from the record of `evidence real`."""
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from evidence.atom_maps import HEAD, LAYER
-from evidence.rankings import DEFAULTS, METRICS, PASSES, ROW, TOKENS, Row, behind
+from evidence.pictures import COLOURS, figure
+from evidence.rankings import BASELINES, DEFAULTS, METRICS, PASSES, TOKENS, Row, behind
 from evidence.record import RESULTS
-from evidence.truths import CHECKPOINTS
+from evidence.truths import BIDIRECTIONAL, CAUSAL, CHECKPOINTS, RECURRENT
 from tools.markers import table as table_text
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+NAME = "pretrained"
+"""Name of the page and of its picture."""
+
 RECORD = RESULTS / "real.json"
+
+COMPOSED = "alti (compose='rollout')"
+"""The row of the default for models without logits."""
+
+CAPTION = (
+    "Spearman's correlation of scores and measured effects by method, mean and 95 % interval over the inputs of "
+    "the reporting half; orange: the default of `explain`; grey: baselines that ignore the model."
+)
+
+COLUMNS, GREY = 3, "#8a90a0"
 
 TITLES = {"hit_at_1": "hit@1", "spearman": "Spearman"}
 
@@ -35,68 +52,92 @@ def _cell(line: Row) -> str:
     return f"{line['mean']:.2f} [{line['low']:.2f}, {line['high']:.2f}]"
 
 
-def kinds() -> str:
-    """Return the table of the kinds of models with their default methods, from the recorded numbers."""
-    numbers = json.loads(RECORD.read_text())["numbers"]
+def kinds(methods: str = "", howto: str = "../howto/") -> str:
+    """Return the table of the kinds of models with their default methods, from the recorded numbers.
 
-    def correlations(*names: str) -> str:
-        """Return the means of the rank correlations of methods on the reporting half, with all tokens."""
-        texts = []
-        for name in names:
-            row = [name, "report", "all", "spearman"]
-            of_row = [line for line in numbers if [line[key] for key in ROW] == row]
-            if not of_row:
-                continue
-            means: dict[str, Row] = {line["method"]: line for line in of_row}
-            names_shown = ("attn_lrp", "lrp", "logit", "recency")
-            shown = ", ".join(f"{method} {means[method]['mean']:.2f}" for method in names_shown)
-            texts.append(f"{CHECKPOINTS[name].label}: {shown} (n = {means['logit']['count']})")
-        return "; ".join(texts)
+    `methods`, `howto`: the folders of the methods' pages and of the guides, from the page of the table.
+    """
+    record = json.loads(RECORD.read_text())
 
+    def link(name: str) -> str:
+        return f"[`{name}`]({methods}{name}.md)"
+
+    effects = f"[`effects`]({howto}effects.md)"
     rows = (
         (
             "Transformer, hybrid",
-            "[`attn_lrp`](attn_lrp.md), the default",
-            "counts what tokens decide by queries and keys; " + correlations("smollm2", "smollm2-first", "iglm"),
+            f"{link('attn_lrp')}, the default",
+            "counts what tokens decide by queries and keys, beside what they send",
             "does not add up; the token of the largest effect is mostly the last one, which recency names more often",
+            _by_how_much(record, CAUSAL),
         ),
         (
             "encoder, vision Transformer",
-            "[`lrp`](lrp.md), the default",
-            "adds up to the logit exactly; " + correlations("rxnfp", "rxnfp-classes", "rxnmapper", "antiberty"),
+            f"{link('lrp')}, the default",
+            "adds up to the logit exactly",
             "no pretrained vision Transformer was measured",
+            _by_how_much(record, BIDIRECTIONAL),
         ),
         (
             "linear RNN, state-space model",
-            "[`lrp`](lrp.md), the default",
-            "adds up to the logit exactly; " + correlations("text-mamba2", "text-gated_deltanet"),
-            "counts what tokens send; [`effects`](../howto/effects.md) measures what they decide",
+            f"{link('lrp')}, the default",
+            "adds up to the logit exactly",
+            f"counts what tokens send; {effects} measures what they decide",
+            _by_how_much(record, RECURRENT),
         ),
         (
             "no logits",
-            '[`alti`](alti.md) with compose="rollout", the default',
+            f'{link("alti")} with compose="rollout", the default',
             "needs no logit and no choice of a layer",
             "gives an attention sink about a third of each row",
+            _by_how_much(record, None),
         ),
         (
             "any, to confirm",
-            "`explain(check=True)`, [`effects`](../howto/effects.md)",
+            f"`explain(check=True)`, {effects}",
             "replaces tokens and runs the model",
             "costs a run for each replacement",
+            "the truth of these numbers",
         ),
     )
-    return table_text(
-        ("your model", "method", "why: rank correlation with the effect of replacing tokens", "caveat"), rows
-    )
+    head = ("your model", "method", "why", "caveat", "rank correlation with the effect of replacing tokens")
+    return table_text(head, rows)
 
 
-def section() -> str:
-    """Return the section of the page, from the recorded numbers; empty without them."""
-    if not RECORD.is_file():
-        return ""
+def _by_how_much(record: Mapping[str, Any], kind: str | None) -> str:
+    """Return the rank correlations of a kind's default on the reporting half, all tokens, and their gaps to recency.
+
+    Without a kind: the least and the largest of `COMPOSED` over all checkpoints.
+    """
+    column = {"half": "report", "tokens": "all", "metric": "spearman"}
+
+    def row(lines: Sequence[Row], **keys: str) -> Row | None:
+        matches = [line for line in lines if all(line[key] == value for key, value in {**column, **keys}.items())]
+        return matches[0] if matches else None
+
+    names = [name for name, checkpoint in CHECKPOINTS.items() if kind in (None, checkpoint.kind)]
+    if kind is None:
+        means = [mean["mean"] for name in names if (mean := row(record["numbers"], checkpoint=name, method=COMPOSED))]
+        return f"{min(means):.2f} to {max(means):.2f} on {len(means)} checkpoints"
+    texts = []
+    for name in names:
+        mean = row(record["numbers"], checkpoint=name, method=DEFAULTS[kind])
+        gap = row(record["differences"], checkpoint=name, method="recency")
+        if mean is not None and gap is not None:
+            texts.append(
+                f"{CHECKPOINTS[name].label}: {mean['mean']:.2f}, {gap['mean']:+.2f} [{gap['low']:+.2f}, "
+                f"{gap['high']:+.2f}] over recency (n = {mean['count']})"
+            )
+    return "<br>".join(texts)
+
+
+def page() -> str:
+    """Return the page on pretrained checkpoints, from the recorded numbers."""
     record = json.loads(RECORD.read_text())
-    parts = [
-        "## Pretrained checkpoints",
+    paragraphs = [
+        "# Pretrained checkpoints",
+        "Which method ranks first the tokens whose replacement changes the answer of a pretrained model most?",
+        f"![{CAPTION}]({NAME}.png)\n\n{CAPTION}",
         "Truth: the mean fall of the log-probability of the target over twelve random replacements of a token. hit@1 "
         "is the share of inputs whose token with the largest effect is ranked first; Spearman's correlation is that of "
         "scores and effects. Intervals: 95 % bootstrap over inputs. Numbers are those of the half of the inputs that "
@@ -112,9 +153,35 @@ def section() -> str:
     ]
     for name in dict.fromkeys(line["checkpoint"] for line in record["numbers"]):
         head, *rows = table(record["numbers"], name)
-        parts.append(f"**{CHECKPOINTS[name].label}**\n\n" + table_text(head, rows))
-    parts += [_atom_maps(entry) for entry in record["atom maps"].values()]
-    return "\n" + "\n\n".join(part.rstrip() for part in parts) + "\n"
+        paragraphs.append(f"## {CHECKPOINTS[name].label}\n\n" + table_text(head, rows))
+    paragraphs += [_atom_maps(entry) for entry in record["atom maps"].values()]
+    return "\n\n".join(text.rstrip() for text in paragraphs) + "\n"
+
+
+def picture() -> "Figure":
+    """Draw the rank correlations of every method on each checkpoint, with their intervals."""
+    record = json.loads(RECORD.read_text())
+    names = list(dict.fromkeys(line["checkpoint"] for line in record["numbers"]))
+    drawn = figure(13, 4.3 * -(-len(names) // COLUMNS))
+    axes = drawn.subplots(-(-len(names) // COLUMNS), COLUMNS, squeeze=False).flatten()
+    for ax, name in zip(axes, names, strict=False):
+        column = {"checkpoint": name, "half": "report", "tokens": "all", "metric": "spearman"}
+        lines = [line for line in record["numbers"] if all(line[key] == value for key, value in column.items())]
+        lines.sort(key=lambda line: line["mean"])
+        ax.axvline(0, color="#c8ccd6", linewidth=0.8, zorder=0)
+        for height, line in enumerate(lines):
+            is_default = line["method"] == DEFAULTS[CHECKPOINTS[name].kind]
+            colour = COLOURS[1] if is_default else GREY if line["method"] in BASELINES else COLOURS[0]
+            ax.plot([line["low"], line["high"]], [height, height], color=colour, linewidth=1.4, alpha=0.6)
+            ax.plot(line["mean"], height, "o", color=colour, markersize=5)
+        ax.set_yticks(range(len(lines)), [line["method"] for line in lines], fontsize=7.5)
+        ax.set_xlim(-0.8, 1)
+        ax.set_title(CHECKPOINTS[name].label.replace("`", ""), fontsize=10, loc="left")
+        ax.spines[["top", "right", "left"]].set_visible(False)
+        ax.tick_params(left=False, labelsize=7.5)
+    for ax in axes[len(names) :]:
+        ax.axis("off")
+    return drawn
 
 
 def _behind(record: Mapping[str, Any]) -> str:
@@ -141,7 +208,7 @@ def _atom_maps(entry: Mapping[str, Any]) -> str:
     """Return the section on the atom maps of reactions."""
     lines = [(line["method"], _cell(line)) for line in entry["numbers"]]
     return (
-        "### Atom maps\n\n"
+        "## Atom maps\n\n"
         f"Head {HEAD} of layer {LAYER} of rxnmapper, counted from 0, maps the atoms of a product to those of the "
         "reactants, and its package reads the map off this head (Schwaller et al., 2021). hit@1 is the share of a "
         "product's atoms whose mapped atom, or one of equal bonds, is ranked first among the atoms of the reactants: "

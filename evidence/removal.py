@@ -44,6 +44,9 @@ class RemovalStudy(Study):
 
     name = "removal"
     title = "Adding and removing tokens"
+    question = (
+        "Does a model keep its answer when it reads the highest-ranked tokens only, and change it most when they go?"
+    )
     source = "HMA ACL Tables 3 and 9"
     text = """
 The models of copying, induction and alignment. Activation adds tokens to an input of mean embeddings, most relevant

@@ -98,6 +98,7 @@ class Retrieval(Study):
 
     name = "retrieval"
     title = "Passkey retrieval and frequent words"
+    question = "Do scores of an answer name the tokens of a long context that hold it?"
     source = "LaTIM 4.3 and D.3 (Tables 5 and 6, Fig. 3, 8 and 9)"
     text = """
 A passkey context has 48 to 96 tokens: noise with 1, 2, 4 or 8 pairs of a key and the value after it; the question at

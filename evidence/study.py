@@ -62,6 +62,8 @@ class Study(ABC):
 
     name: ClassVar[str]
     title: ClassVar[str]
+    question: ClassVar[str]
+    """The question that the study answers, one sentence."""
     source: ClassVar[str]
     """The paper and its tables."""
     text: ClassVar[str]

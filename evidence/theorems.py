@@ -138,6 +138,7 @@ class TheoremsStudy(Study):
 
     name = "theorems"
     title = "Theorems"
+    question = "Do the papers' constructions solve the tasks that their theorems name?"
     source = "HMA ACL Theorems 1 and 2"
     text = f"""
 Theorem 1: the first layers of tiny hosts with random weights, on three random sequences. The change is the largest

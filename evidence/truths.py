@@ -235,7 +235,7 @@ CHECKPOINTS: Mapping[str, Checkpoint] = {
     ),
     "smollm2-first": Checkpoint(
         ("smollm2", "gguf"),
-        "SmolLM2-135M, `<|endoftext|>` first",
+        "SmolLM2-135M, begin-of-text first",
         checkpoints.smollm2,
         lambda model, tokenizer: _prompts(model, tokenizer, first=True),
         _plain_words,

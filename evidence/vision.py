@@ -39,6 +39,7 @@ class Vision(Study):
 
     name = "vision"
     title = "Digits on photographs"
+    question = "Do maps of image classifiers cover the digit that is classified?"
     source = "HMA (ACL) Tables 1, 2, 5 and 6 and Figure 2"
     text = """
 A scan of a digit (scikit-learn, 8 x 8 pixels, enlarged to 40 to 70 % of the side, slightly rotated and sheared) at a

@@ -8,8 +8,8 @@ from evidence import bootstrap
 from evidence.bootstrap import intervals, pooled
 from evidence.claims import HERE, Claim, Results, outcomes, verdict
 from evidence.comparisons import Comparison, Term, better, bounded, within
-from evidence.page import reason
 from evidence.rows import number
+from evidence.study_page import reason
 from unilinattn.errors import InputError
 from unilinattn.evaluation import Table
 
