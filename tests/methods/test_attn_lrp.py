@@ -41,7 +41,7 @@ def test_scores_and_extras_are_those_of_the_live_run(name: str) -> None:
 @pytest.mark.parametrize("name", ["mamba2", "gpt2"])
 def test_content_has_the_scores_of_logit(name: str) -> None:
     trace = traced(name)
-    result = _explain(trace, target=-1, logit=3, centered=False)
+    result = _explain(trace, target=-1, logit=3, measure="logit")
     shares = ula.explain(trace, method="logit", target=-1, logit=3)
     assert torch.allclose(result.extras["content"], shares.scores.double(), rtol=1e-6, atol=1e-9)
     assert torch.allclose(result.extras["logit"], shares.extras["logit"])
@@ -63,7 +63,7 @@ def test_each_row_is_the_target_at_its_position() -> None:
 def test_centring_takes_away_the_relevance_of_the_mean_logit() -> None:
     trace = traced("llama")
     with promoted():
-        centered, plain = _explain(trace, target=-1, logit=3), _explain(trace, target=-1, logit=3, centered=False)
+        centered, plain = _explain(trace, target=-1, logit=3), _explain(trace, target=-1, logit=3, measure="logit")
         mean = _explain(trace, target=-1, logit=lambda output: output.logits[:, -1].mean(-1))
     for name in ("content", "control", "logit"):
         difference = plain.extras[name] - mean.extras[name]
@@ -73,13 +73,13 @@ def test_centring_takes_away_the_relevance_of_the_mean_logit() -> None:
 
 
 def test_centring_changes_no_pair_of_logits() -> None:
-    pairs = [_explain(traced("llama"), target=-1, logit=(2, 5), centered=centered) for centered in (True, False)]
+    pairs = [_explain(traced("llama"), target=-1, logit=(2, 5), measure=measure) for measure in ("centered", "logit")]
     assert torch.equal(pairs[0].scores, pairs[1].scores)
 
 
 def test_class_logits_have_relevances() -> None:
     trace = ula.trace(_classifier(labels=3), token_ids(), progress=False)
-    result = _explain(trace, logit=1, centered=False)
+    result = _explain(trace, logit=1, measure="logit")
     assert result.dims == ("batch", "key")
     assert torch.allclose(result.extras["logit"], trace.output.logits[:, 1].double())
     shares = ula.explain(trace, method="logit", logit=1).scores.double()
@@ -89,7 +89,7 @@ def test_class_logits_have_relevances() -> None:
 def test_a_single_logit_is_not_centred() -> None:
     trace = ula.trace(_classifier(labels=1), token_ids(), progress=False)
     # The only logit is its mean, so that nothing would be left.
-    centered, plain = (_explain(trace, logit=0, centered=centered) for centered in (True, False))
+    centered, plain = (_explain(trace, logit=0, measure=measure) for measure in ("centered", "logit"))
     assert torch.equal(centered.scores, plain.scores) and bool(plain.scores.any())
     assert torch.allclose(centered.extras["logit"], trace.output.logits[:, 0].double())
 
@@ -106,7 +106,7 @@ def test_both_streams_of_an_encoder_decoder_have_relevances() -> None:
     model = model_of("t5")
     with promoted():
         trace = ula.trace(model, arguments("t5"), progress=False)
-        result = _explain(trace, target=-1, logit=5, centered=False)
+        result = _explain(trace, target=-1, logit=5, measure="logit")
         shares = ula.explain(trace, method="logit", target=-1, logit=5)
     assert result.streams == shares.streams and result.streams["key"] == {"encoder": 6, "decoder": 4}
     assert torch.allclose(result.extras["content"], shares.scores.double(), rtol=1e-6, atol=1e-9)

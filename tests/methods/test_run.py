@@ -97,10 +97,12 @@ def test_one_call_compares_the_weights_of_a_model_once(method: str, monkeypatch:
 @pytest.mark.parametrize("target", [None, -1])
 def test_the_default_of_linear_rnns_is_lrp(target: int | None) -> None:
     host_trace = traced("mamba2", "left")
-    result, named = explain(host_trace, target=target), lrp(host_trace, target=target)
+    result, named = explain(host_trace, target=target), lrp(host_trace, target=target, measure="log-odds")
     assert torch.equal(result.scores, named.scores)
     assert (result.method, result.options) == ("lrp", named.options)
-    assert repr(estimate(host_trace, target=target)) == repr(estimate(host_trace, target=target, method="lrp"))
+    assert repr(estimate(host_trace, target=target)) == repr(
+        estimate(host_trace, target=target, method="lrp", measure="log-odds")
+    )
     assert explain(host_trace, target=target, by="layer").method == "logit"
     with pytest.raises(OptionError, match="lrp takes no option 'p'"):
         explain(host_trace, p=1)
@@ -126,8 +128,8 @@ def test_the_default_of_causal_attention_is_attn_lrp() -> None:
     host_trace = traced("gpt2")
     assert explain(host_trace, target=-1).method == "attn_lrp"
     assert explain(host_trace, target=-1, by="layer").method == "logit"
-    with pytest.raises(OptionError, match="attn_lrp takes no option 'centred'; did you mean 'centered'"):
-        explain(host_trace, target=-1, centred=True)
+    with pytest.raises(OptionError, match="attn_lrp takes no option 'meassure'; did you mean 'measure'"):
+        explain(host_trace, target=-1, meassure="centered")
 
 
 @pytest.mark.parametrize("target", [None, -1])

@@ -27,7 +27,7 @@ def of_target(**changes: Any) -> Attribution:
         "scores": SCORES[None],
         "dims": ("batch", "key"),
         "method": "attn_lrp",
-        "options": {"logit": None, "centered": True, "target": -1},
+        "options": {"logit": None, "measure": "centered", "target": -1},
         "tokens": [WORDS],
         "logit_names": [[" Paris"]],
         "model": "tiny",
@@ -88,19 +88,26 @@ def test_the_text_of_a_sink_and_of_two_parts() -> None:
         "  attention sinks, not ranked: 0 '<s>' 12.7 (content 6.35, control 3.17)",
         "  WARNING: attention sink: position 0 '<s>'",
         "  scores: batch 1, key 6 (float32)",
-        "  options: logit=None, centered=True, target=-1",
+        "  options: logit=None, measure='centered', target=-1",
     ]
     assert "residual stream" in of_target(warnings=(SINK,)).warnings[0]
 
 
 def test_a_pair_is_named_and_is_not_centred() -> None:
-    text = repr(of_target(options={"logit": [7, 9], "centered": True, "target": 1}, logit_names=[[" Paris", " Rome"]]))
+    text = repr(
+        of_target(options={"logit": [7, 9], "measure": "centered", "target": 1}, logit_names=[[" Paris", " Rome"]])
+    )
     assert (
         "explains the difference of the logits of tokens 7 ' Paris' and 9 ' Rome' at position 1 ' The' = 17.43" in text
     )
     assert "centred" not in text
     rows = of_queries(options={"logit": [7, 9], "target": None})
     assert "explains the difference of the logits of tokens 7 and 9 for each query\n" in repr(rows)
+
+
+def test_log_odds_are_named() -> None:
+    text = repr(of_target(options={"logit": 7, "measure": "log-odds", "target": 1}))
+    assert "explains the log-odds of token 7 ' Paris' at position 1 ' The' = 17.43" in text
 
 
 def test_keys_without_texts_are_positions_among_real_tokens() -> None:

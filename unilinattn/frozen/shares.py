@@ -14,7 +14,8 @@ from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.token_streams import key_slots, stream_read, streams_read, token_streams
 
 CANCELLATION = 1e4
-"""Largest sum of the shares' absolute values in units of the logit that rounding to float32 leaves three digits of."""
+"""Largest sum of the shares' absolute values in units of the logit, or of the terms of a difference of logits, that
+rounding to float32 leaves three digits of."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -295,7 +296,9 @@ def doubt_of(
             f"module that is not affine in the frozen run: {culprit() or 'none'}. A compiled function or a custom "
             "autograd function hides its computation; use the module's plain code"
         )
-    sizes = (shares.size / shares.value.abs().clamp_min(tiny))[shares.gap > accepted * shares.value.abs()]
+    # A difference of logits may be near zero while its shares are as exact as those of each: its terms are its scale.
+    scale = shares.terms.maximum(shares.value.abs()).clamp_min(tiny)
+    sizes = (shares.size / scale)[shares.gap > accepted * scale]
     if bool((sizes > CANCELLATION).any()):
         return (
             f"shares and biases are {float(sizes.max()):.1e} times as large as the logit, and rounding of what cancels "

@@ -11,12 +11,15 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from unilinattn.errors import InputError
-from unilinattn.options.bases import Centered
+from unilinattn.options.bases import Relative
 
 KEEP = "logits_to_keep"
 """Name of the hosts' argument with the number of last positions or the positions to compute; 0 means all."""
 
-Logit = int | tuple[int, int] | Centered | Callable[[Any], Tensor] | None
+LEAST = 64
+"""Logits this far below the largest count as absent in log-odds, which they change by less than exp(-64) each."""
+
+Logit = int | tuple[int, int] | Relative | Callable[[Any], Tensor] | None
 """A token or class id, a pair (their difference), a scalar function of the output, or None for the prediction."""
 
 
@@ -234,6 +237,22 @@ def picked(logits: Float[Tensor, "*batch token"], ids: Int[Tensor, "*batch id"])
     """Return one logit, or the difference of two."""
     values = logits.gather(-1, ids)
     return values[..., 0] - (values[..., 1] if values.shape[-1] == 2 else 0)
+
+
+def relative(
+    logits: Float[Tensor, "*batch token"], ids: Int[Tensor, "*batch 1"], measure: str
+) -> Float[Tensor, "*batch"]:
+    """Return one logit less the mean of all, or the log-odds of its token (see `Relative`), in float32 or more."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    value = picked(logits, ids)
+    if logits.shape[-1] == 1:
+        return value
+    if measure == "centered":
+        return value - logits.mean(-1)
+    others = logits.scatter(-1, ids, -torch.inf)
+    # The gradient at smaller logits would be below the normal numbers, which make products slow.
+    least = others.detach().amax(-1, keepdim=True) - LEAST
+    return value - others.masked_fill(others < least, -torch.inf).logsumexp(-1)
 
 
 def one_each(value: Any, count: int) -> Float[Tensor, " run"]:

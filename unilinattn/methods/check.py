@@ -9,11 +9,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from unilinattn.errors import InputError, OptionError
-from unilinattn.host.logits import Logit, chosen_ids, one_each, picked
+from unilinattn.host.logits import Logit, chosen_ids, one_each, picked, relative
 from unilinattn.kernels.precision import full_precision
 from unilinattn.memory import allowed
 from unilinattn.methods.doubts import is_decoder
-from unilinattn.options.bases import Centered
+from unilinattn.options.bases import Relative
 from unilinattn.reruns.replacements import ids_of, ordinary_ids, other_ids, real_tokens
 from unilinattn.reruns.rerun import Rerun, rerun
 from unilinattn.results.attribution import Attribution
@@ -204,7 +204,8 @@ def _values(
             values.append(value.cpu())
             log_ps.append(None if log_p is None else log_p.cpu())
     pair = isinstance(explained.logit, tuple | list) and len(explained.logit) == 2
-    name = "the difference of two logits" if pair else "the logit"
+    log_odds = isinstance(explained.logit, Relative) and explained.logit.measure == "log-odds"
+    name = "the difference of two logits" if pair else "the log-odds" if log_odds else "the logit"
     name = "the function of the output" if callable(explained.logit) else name
     present = [log_p for log_p in log_ps if log_p is not None]
     return name, torch.cat(values), torch.cat(present) if present else None
@@ -219,15 +220,14 @@ def _of_run(
         return one_each(logit(run.output), count).double(), None
     targets = None if positions is None else positions[explained.sequence].expand(count)
     logits = run.logits(targets).reshape(count, -1).double()
-    token = logit.logit if isinstance(logit, Centered) else logit
+    token = logit.logit if isinstance(logit, Relative) else logit
     if token is None:
         prediction = explained.trace.explained_logit.prediction(explained.target)
         token = int(logits[0].argmax() if prediction is None else prediction[explained.sequence])
     ids = chosen_ids(logits, token)
-    value, several = picked(logits, ids), logits.shape[-1] > 1
-    if isinstance(logit, Centered) and several:
-        value = value - logits.mean(-1)
-    return value, picked(logits.log_softmax(-1), ids) if several and ids.shape[-1] == 1 else None
+    value = relative(logits, ids, logit.measure) if isinstance(logit, Relative) else picked(logits, ids)
+    one_of_several = logits.shape[-1] > 1 and ids.shape[-1] == 1
+    return value, picked(logits.log_softmax(-1), ids) if one_of_several else None
 
 
 def _falls(values: Float[Tensor, " run"], draws: int, seed: int) -> Falls:

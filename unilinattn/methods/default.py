@@ -21,11 +21,11 @@ from unilinattn.scoring.selection import stream_groups
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Target, Trace
 
-CAUSAL: type[Options] = AttnLrp
+CAUSAL: Options = AttnLrp()
 """Default method of `explain` for models with logits and causal softmax attention: it counts what a token decided."""
 
-OTHER: type[Options] = Lrp
-"""Default method of `explain` for other models with logits, whose relevances add up to the logit."""
+OTHER: Options = Lrp(measure="log-odds")
+"""Default method of `explain` for other models with logits, whose relevances add up to the log-odds."""
 
 SHARES: type[Options] = Logit
 """The method of options that neither of these has, such as `by`."""
@@ -51,9 +51,10 @@ def chosen_method(name: str | None, options: dict[str, Any], traced: Trace) -> t
     if not traced.explained_logit.exists and options.get("logit") is None:
         return registered(COMPOSED.name), {**COMPOSED.keywords, **options}
     default = CAUSAL if any(map(_attends_causally, traced.layers)) else OTHER
-    fields = options.keys() - CAUSAL.model_fields.keys()
-    names_shares = bool(fields) and options.keys() <= SHARES.model_fields.keys()
-    return registered((SHARES if names_shares else default).name), options
+    fields = options.keys() - type(default).model_fields.keys()
+    if fields and options.keys() <= SHARES.model_fields.keys():
+        return registered(SHARES.name), options
+    return registered(default.name), {**default.keywords, **options}
 
 
 def _attends_causally(layer: Layer) -> bool:

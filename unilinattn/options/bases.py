@@ -35,14 +35,17 @@ Seed = Annotated[int, Field(ge=0, description="seed of the random numbers")]
 
 
 @dataclass(frozen=True)
-class Centered:
-    """One logit less the mean of all logits, which softmax does not depend on; one logit of several for each sequence.
+class Relative:
+    """One logit relative to the others; the only logit of a sequence is itself.
 
     Attributes:
         logit: a token or class id, or None for the prediction.
+        measure: "centered", the logit less the mean of all logits, which no probability depends on; or "log-odds",
+            log p - log(1 - p), the logit less the logarithm of the sum of exp over the other logits.
     """
 
     logit: int | None = None
+    measure: Literal["centered", "log-odds"] = "centered"
 
 
 class MapOptions(Options):
@@ -190,17 +193,19 @@ class ScalarOptions(Options):
 class SharesOptions(ScalarOptions):
     """Options of methods that share a scalar among the tokens."""
 
-    centered: bool = Field(
-        default=False,
-        description="explain the logit less the mean of all logits, on which no probability depends; a pair of logits "
-        "and a function stay",
+    measure: Literal["logit", "centered", "log-odds"] = Field(
+        default="logit",
+        description="the explained number: the logit; 'centered', the logit less the mean of all logits, on which no "
+        "probability depends; or 'log-odds', log p - log(1 - p). A pair of logits and a function stay",
     )
 
     @property
     def scalar(self) -> Any:
         """The explained scalar, `logit` without texts; raises `OptionError` for a text that no tokenizer has read."""
         logit = super().scalar
-        return Centered(logit) if self.centered and (logit is None or isinstance(logit, int)) else logit
+        if self.measure == "logit" or not (logit is None or isinstance(logit, int)):
+            return logit
+        return Relative(logit, self.measure)
 
 
 class GradientMapOptions(ScalarOptions, Composed):

@@ -101,8 +101,8 @@ class AttnLrp(SharesOptions):
     decided. Extra without `key`: `logit`, the explained value.
 
     Scores do not add up to the logit: relevance is lost where a derivative of a softmax or of a decay is not the share
-    of its argument. The sum of `content` is not checked: `Logit(centered=True)` returns these numbers with their bias
-    and completeness gap. The effects of another input, which content and control approximate, are measured by
+    of its argument. The sum of `content` is not checked: `Logit(measure="centered")` returns these numbers with their
+    bias and completeness gap. The effects of another input, which content and control approximate, are measured by
     `unilinattn.effects`.
 
     Raises `OptionError` for an unknown option or value, `InputError` for a model without logits, and `UncoveredError`
@@ -119,7 +119,9 @@ class AttnLrp(SharesOptions):
     question = "What did each token send, and what did it decide, for this logit?"
     needs = ("logit", "live run")
 
-    centered: bool = Field(default=True, description=SharesOptions.model_fields["centered"].description)
+    measure: Literal["logit", "centered", "log-odds"] = Field(
+        default="centered", description=SharesOptions.model_fields["measure"].description
+    )
 
 
 class AltiLogit(ScalarOptions):

@@ -50,7 +50,8 @@ def sentence(clause: str) -> str:
 def explained_clause(result: Scores, batch: int = 0, quote: Quote = quoted) -> str:
     """Return the explained value of a sequence: the target, its token and the logit, where recorded.
 
-    A centred logit is one less the mean of all logits. `quote` turns the text of a token into that of the clause.
+    A centred logit is one less the mean of all logits, and log-odds are log p - log(1 - p). `quote`
+    turns the text of a token into that of the clause.
     """
     single = one_sequence(result, batch)
     where = _where(result, single, batch, quote)
@@ -72,8 +73,10 @@ def explained_clause(result: Scores, batch: int = 0, quote: Quote = quoted) -> s
         subject = f"the difference of the logits of {'classes' if unit == 'class' else 'tokens'} {first} and {second}"
     elif choice is not None:
         subject = f"the function {choice}"
-    if result.options.get("centered") and (choice is None or isinstance(choice, int)):
-        subject += ", centred,"
+    if choice is None or isinstance(choice, int):
+        measure = result.options.get("measure")
+        subject = subject.replace("the logit", "the log-odds", 1) if measure == "log-odds" else subject
+        subject += ", centred," if measure == "centered" else ""
     equal = "" if (number := only_number(single, "logit")) is None else f" = {number:.4g}"
     return f"explains {subject} {where}".rstrip(" ,") + equal
 

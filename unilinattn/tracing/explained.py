@@ -20,8 +20,9 @@ from unilinattn.host.logits import (
     logits_of,
     one_each,
     picked,
+    relative,
 )
-from unilinattn.options.bases import Centered
+from unilinattn.options.bases import Relative
 
 
 class ExplainedLogit:
@@ -99,10 +100,8 @@ class ExplainedLogit:
             value = logit(output)
             return value if isinstance(value, Tensor) else one_each(value, self._tokens[0])
         logits = self._logits(output, target, computed)
-        if isinstance(logit, Centered):
-            value = picked(logits, self.ids(target, logit.logit, logits))
-            # The only logit of a regression is its own mean.
-            return value - logits.mean(-1) if logits.shape[-1] > 1 else value
+        if isinstance(logit, Relative):
+            return relative(logits, self.ids(target, logit.logit, logits), logit.measure)
         return picked(logits, self.ids(target, logit, logits))
 
     def observed(self, target: Any, logit: Logit) -> Tensor | None:
