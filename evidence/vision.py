@@ -1,9 +1,12 @@
 """Vision: which method finds a digit on a photograph, for Vision Mamba and ViT (HMA ACL Tables 1, 2, 5, 6, 9)."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +48,7 @@ from evidence.vision_tables import (
 from unilinattn.analysis import ClsBias, cls_bias, oversmoothing
 from unilinattn.evaluation import Table
 from unilinattn.evaluation.processes import Processes
+from unilinattn.evaluation.store import Store
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -93,7 +97,8 @@ is scored on this one: a method that does as well by it has found where digits a
 this digit. Controls are models with random weights, and trained ones whose last mixer has random weights.
 
 Rows "published code" are `variant="published-code"`: the code that was released with HMA, which differs from the
-printed equations in ways that [the pages](methods/attribution.md#the-released-code) of the methods list.
+printed equations in ways that [the pages](methods/attribution.md#the-released-code) of the methods list. It starts at
+15/24 of the depth, here at the third of four layers.
 """
     unit = "images"
     caption = (
@@ -129,16 +134,26 @@ printed equations in ways that [the pages](methods/attribution.md#the-released-c
     ) -> dict[str, Table]:
         """Score maps of patches by the masks of the digits, and by the model's reaction to removed patches.
 
-        The parts of the work are spread over the processes.
+        The parts of the work are spread over the processes, and stored in `out`.
         """
+        parts = (self._masks, self._changes, self._curves, self._ablations, self._controls)
         work = {
-            (model, part.__name__): partial(part, model, hosts[model], seed, size)
-            for part in (self._masks, self._changes, self._curves, self._ablations, self._controls)
-            for model in (hosts if part == self._masks else ("vim", "vit"))
+            f"{model}{part.__name__}": partial(part, model, load, seed, size)
+            for model, load in hosts.items()
+            for part in (parts[:1] if model == "vim_first" else parts)
         }
-        done = Processes().spread(list(work), lambda _: None, lambda keys: {key: work[key]() for key in keys})
+        store = Store(out, configuration(size, seed))
+
+        def run(keys: Sequence[str]) -> dict[str, Any]:
+            done = {}
+            for key in keys:
+                # In the form that the store returns, so that a stored number equals a computed one.
+                done[key] = json.loads(json.dumps(work[key]()))
+                store.write(key, done[key])
+            return done
+
         tables: dict[str, list[Row]] = {}
-        for rows_by_table in done.values():
+        for rows_by_table in Processes().spread(list(work), store.read, run).values():
             for name, rows in rows_by_table.items():
                 tables.setdefault(name, []).extend(rows)
         return {name: Table(rows) for name, rows in tables.items()}
@@ -204,6 +219,14 @@ printed equations in ways that [the pages](methods/attribution.md#the-released-c
         """Draw heat maps of both architectures, and the bias of the CLS token."""
         biases = {name: bias(hosts[name](), drawn(name, SEEDS[0], self.size)[0]) for name in VIMS}
         return picture({name: hosts[name] for name in ("vim", "vit")}, biases)
+
+
+def configuration(size: Size, seed: int) -> dict[str, Any]:
+    """Return the description of a measurement: stored numbers of another one are not read."""
+    rows = [METHODS, OF_CODE, PERTURBED, CONTROLLED, TABLE_5, TABLE_6, TABLE_9]
+    methods = [{label: [row.method, dict(row.options)] for label, row in of.items()} for of in rows]
+    versions = {"unilinattn": version("unilinattn"), "torch": torch.__version__}
+    return {"size": asdict(size), "seed": seed, "methods": methods, "curves": [CHANGES, CURVES], "versions": versions}
 
 
 def drawn(model: str, seed: int, size: Size) -> tuple[Images, Images]:
