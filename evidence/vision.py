@@ -1,7 +1,10 @@
-"""Vision: which method finds a digit on a photograph, for Vision Mamba and ViT (HMA ACL Tables 1, 2, 5, 6, Fig. 2)."""
+"""Vision: which method finds a digit on a photograph, for Vision Mamba and ViT (HMA ACL Tables 1, 2, 5, 6, 9)."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -13,14 +16,39 @@ import unilinattn as ula
 from evidence.claims import Claim, Results
 from evidence.digits import DIM, GRID, digits, samples
 from evidence.rows import number
-from evidence.study import Model, Size, Study, View
-from evidence.training import HELD_OUT_SEED, SELECTION_SEED, Recipe
+from evidence.study import SEEDS, Model, Size, Study, View
+from evidence.training import HELD_OUT_SEED, Recipe
 from evidence.vision_claims import claims
-from evidence.vision_models import logits, patches_of, vision_mamba, vision_transformer
+from evidence.vision_maps import (
+    Images,
+    Row,
+    background_rows,
+    baselines,
+    change_rows,
+    mask_rows,
+    method_maps,
+    of_others,
+)
+from evidence.vision_models import controls, logits, patches_of, vision_mamba, vision_transformer
 from evidence.vision_picture import picture
-from evidence.vision_tables import BASELINES, METHODS, PERTURBED, TABLE_5, TABLE_6, UNDEFINED, VIEWS, all_background
-from unilinattn.analysis import ClsBias, cls_bias
+from evidence.vision_tables import (
+    CONTROLLED,
+    HEADS,
+    MASKINGS,
+    METHODS,
+    OF_CODE,
+    PERTURBED,
+    TABLE_5,
+    TABLE_6,
+    TABLE_9,
+    VIEWS,
+    VIMS,
+    by_code,
+)
+from unilinattn.analysis import ClsBias, cls_bias, oversmoothing
 from unilinattn.evaluation import Table
+from unilinattn.evaluation.processes import Processes
+from unilinattn.evaluation.store import Store
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -28,10 +56,19 @@ if TYPE_CHECKING:
 HELD_OUT = 1024
 """Number of held-out images on which the accuracy is measured."""
 
-SEGMENTATION = ("pixel_accuracy", "mean_ap", "mean_iou", "foreground_ap")
+SEEDS_OF_IMAGES = 1000
+"""Distance of the seeds of the images of two seeds of models."""
 
-MASKINGS = {"black": "zero", "grey": "mean", "background": "reference", "blur": "blur"}
-"""Values that replace removed patches, by label: background is the same photograph without the digit."""
+CHANGES = {
+    f"{kind} {label}": (masking, kind) for label, masking in MASKINGS.items() for kind in ("positive", "negative")
+}
+"""The masking and the curve of each metric of perturbation."""
+
+BLACK = {metric: of for metric, of in CHANGES.items() if metric.endswith("black")}
+"""The metrics of the paper."""
+
+CURVES = {"auac": ("zero", "activation"), "au_mse": ("zero", "pruning")}
+"""The masking and the curve of each metric of activation and pruning."""
 
 
 class Vision(Study):
@@ -40,7 +77,7 @@ class Vision(Study):
     name = "vision"
     title = "Digits on photographs"
     question = "Do maps of image classifiers cover the digit that is classified?"
-    source = "HMA (ACL) Tables 1, 2, 5 and 6 and Figure 2"
+    source = "HMA (ACL) Tables 1, 2, 5, 6 and 9 and Figure 2, and HMA (arXiv) Figure 6"
     text = """
 A scan of a digit (scikit-learn, 8 x 8 pixels, enlarged to 40 to 70 % of the side, slightly rotated and sheared) at a
 random place on a piece of a photograph (scikit-image: grass, gravel, brick, camera), in grey images of 32 x 32 pixels
@@ -53,10 +90,16 @@ learned from ImageNet. In the first half of the training the photographs grow fr
 explain the predicted class at the CLS token. `raw` is the mean over layers, as in the paper; methods "at the best
 layer" are scored at the layer that finds most on other images, by the average precision of the foreground.
 
-Rows that ignore the model: `random`; `centre`, the nearness of a patch to the centre of the image; `mask`, the true
-mask averaged over each patch, which no map of patches can be expected to beat; and `all background`, which marks
-nothing. A map that gives all patches the same score finds nothing, and is replaced by random scores. Perturbations are
-measured on half of the images.
+Each seed has its test images, and others on which layers are chosen. Rows that ignore the model: `random`; `centre`,
+the nearness of a patch to the centre of the image; `mask`, the true mask averaged over each patch, which no map of
+patches can be expected to beat; and `all background`, which marks nothing. A map that gives all patches the same score
+finds nothing, and is replaced by random scores. In rows "another image" a method explains the next image, and its map
+is scored on this one: a method that does as well by it has found where digits are, or how the model is wired, and not
+this digit. Controls are models with random weights, and trained ones whose last mixer has random weights.
+
+Rows "published code" are `variant="published-code"`: the code that was released with HMA, which differs from the
+printed equations in ways that [the pages](methods/attribution.md#the-released-code) of the methods list. It starts at
+15/24 of the depth, here at the third of four layers.
 """
     unit = "images"
     caption = (
@@ -70,8 +113,8 @@ measured on half of the images.
         "vim_first": Model(partial(vision_mamba, "first"), Recipe(1800, 3e-3, batch=48, through_operators=True)),
         "vit": Model(vision_transformer, Recipe(4000, 1e-3, batch=48)),
     }
-    size = Size(12, 6)
-    quick = Size(2, 1)
+    size = Size(67, 24)
+    quick = Size(4, 2)
     views: ClassVar[Sequence[View]] = VIEWS
 
     def loss(self, host: nn.Module, model: str, seed: int, batch: int) -> Tensor:
@@ -92,65 +135,82 @@ measured on half of the images.
     ) -> dict[str, Table]:
         """Score maps of patches by the masks of the digits, and by the model's reaction to removed patches.
 
-        Perturbations are measured on half of the images.
+        The parts of the work are spread over the processes, and stored in `out`.
         """
-        fewer = Size(max(1, size.scored // 2), size.selection)
-        compared = {name: hosts[name] for name in ("vim", "vit")}
-        maskings = {
-            f"{kind} {label}": (f"{kind}_perturbation", {"masking": masking})
-            for kind in ("positive", "negative")
-            for label, masking in MASKINGS.items()
+        parts = (self._masks, self._changes, self._curves, self._ablations, self._controls)
+        work = {
+            f"{model}{part.__name__}": partial(part, model, load, seed, size)
+            for model, load in hosts.items()
+            for part in (parts[:1] if model == "vim_first" else parts)
         }
-        curves = {"auac": "activation_auac", "au_mse": "pruning_au_mse"}
-        measured = partial(self._measured, out=out)
+        store = Store(out, configuration(size, seed))
+
+        def run(keys: Sequence[str]) -> dict[str, Any]:
+            done = {}
+            for key in keys:
+                # In the form that the store returns, so that a stored number equals a computed one.
+                done[key] = json.loads(json.dumps(work[key]()))
+                store.write(key, done[key])
+            return done
+
+        tables: dict[str, list[Row]] = {}
+        for rows_by_table in Processes().spread(list(work), store.read, run).values():
+            for name, rows in rows_by_table.items():
+                tables.setdefault(name, []).extend(rows)
+        return {name: Table(rows) for name, rows in tables.items()}
+
+    def _masks(self, model: str, load: Callable[[], nn.Module], seed: int, size: Size) -> dict[str, list[Row]]:
+        """Return all methods against the masks, the similarity of patches and the bias of the CLS token."""
+        host, (images, selection) = load(), drawn(model, seed, size)
+        maps, layers = method_maps(host, images, METHODS | (OF_CODE if model in VIMS else {}), selection)
+        every = {**baselines(images, seed), **maps, **of_others(maps)}
+        rows = {
+            "methods": [*mask_rows(model, images, every, layers), *background_rows(model, images)],
+            "smoothing": smoothing_rows(model, host, images),
+        }
+        if model in VIMS:
+            nearness = bias(host, images).nearness.tolist()
+            rows["cls"] = [number(f"layer {at}", "nearness", near, model=model) for at, near in enumerate(nearness, 1)]
+        return rows
+
+    def _changes(self, model: str, load: Callable[[], nn.Module], seed: int, size: Size) -> dict[str, list[Row]]:
+        """Return the areas of perturbation curves; maps of other images, and the released code, on black patches."""
+        host, (images, _) = load(), drawn(model, seed, size)
+        maps = {**baselines(images, seed), **method_maps(host, images, PERTURBED)[0]}
+        more = method_maps(host, images, OF_CODE)[0] if model == "vim" else {}
+        others = of_others({**{label: maps[label] for label in PERTURBED}, **more})
         return {
-            "methods": measured("methods", hosts, METHODS, SEGMENTATION, size),
-            "perturbation": measured("perturbation", compared, PERTURBED, maskings, fewer),
-            "activation": measured("activation", compared, PERTURBED, curves, fewer),
-            "table5": measured("table5", compared, TABLE_5, SEGMENTATION, size),
-            "table6": measured("table6", compared, TABLE_6, SEGMENTATION, size),
-            "cls": self._nearness({name: hosts[name] for name in ("vim", "vim_first")}, size),
+            "perturbation": [
+                *change_rows(model, host, images, maps, CHANGES),
+                *change_rows(model, host, images, {**more, **others}, BLACK),
+            ]
         }
 
-    def _measured(
-        self,
-        table: str,
-        hosts: Mapping[str, Callable[[], nn.Module]],
-        methods: Mapping[str, Any],
-        metrics: Any,
-        size: Size,
-        *,
-        out: Path,
-    ) -> Table:
-        """Evaluate models one by one: the place of the CLS token is part of their samples."""
-        rows: list[Mapping[str, Any]] = []
-        of_masks = metrics is SEGMENTATION
-        for model, load in hosts.items():
-            patches = patches_of(model)
-            scored = samples(size.scored, HELD_OUT_SEED, patches)
-            rows += ula.evaluate(
-                {model: load},
-                scored,
-                {**BASELINES, **{label: of for label, of in methods.items() if (model, label) not in UNDEFINED}},
-                metrics,
-                selection=samples(size.selection, SELECTION_SEED, patches) if of_masks else None,
-                select_by="foreground_ap" if of_masks else None,
-                baselines=(),
-                out=out / table / model,
-                progress=False,
-            )
-            if of_masks:
-                rows += all_background(scored, model)
-        return Table(rows)
+    def _curves(self, model: str, load: Callable[[], nn.Module], seed: int, size: Size) -> dict[str, list[Row]]:
+        """Return the areas of activation and pruning curves."""
+        host, (images, _) = load(), drawn(model, seed, size)
+        maps = method_maps(host, images, PERTURBED)[0]
+        more = method_maps(host, images, TABLE_9 | (OF_CODE if model == "vim" else {}))[0]
+        every = {**baselines(images, seed), **maps, **more, **of_others(maps)}
+        return {"activation": change_rows(model, host, images, every, CURVES)}
 
-    def _nearness(self, hosts: Mapping[str, Callable[[], nn.Module]], size: Size) -> Table:
-        """Return the rank correlation of the CLS token's mean attention to a patch with the patch's nearness to it."""
-        rows = []
-        for model, load in hosts.items():
-            found = bias(load(), model, size.scored)
-            for at, near in enumerate(found.nearness.tolist(), 1):
-                rows.append(number(f"layer {at}", "nearness", near, model=model))
-        return Table(rows)
+    def _ablations(self, model: str, load: Callable[[], nn.Module], seed: int, size: Size) -> dict[str, list[Row]]:
+        """Return the reductions of heads and the treatments of signs against the masks."""
+        host, (images, _) = load(), drawn(model, seed, size)
+        rows = {}
+        for table, methods, reduced in (("table5", TABLE_5, HEADS), ("table6", TABLE_6, TABLE_6)):
+            maps, layers = method_maps(host, images, methods | (by_code(reduced) if model == "vim" else {}))
+            rows[table] = mask_rows(model, images, {**baselines(images, seed), **maps}, layers)
+        return rows
+
+    def _controls(self, model: str, load: Callable[[], nn.Module], seed: int, size: Size) -> dict[str, list[Row]]:
+        """Return methods on models with random weights against the masks."""
+        images, _ = drawn(model, seed, size)
+        methods = CONTROLLED | (OF_CODE if model == "vim" else {})
+        rows: list[Row] = []
+        for name, host in controls(self.models[model].build, load, images.pixels[:1], seed).items():
+            rows += mask_rows(f"{model}, {name}", images, *method_maps(host, images, methods))
+        return {"controls": rows}
 
     def claims(self, results: Results) -> list[Claim]:
         """Return the claims of HMA on images, and of this library."""
@@ -158,15 +218,39 @@ measured on half of the images.
 
     def picture(self, hosts: Mapping[str, Callable[[], nn.Module]], results: Results) -> "Figure":
         """Draw heat maps of both architectures, and the bias of the CLS token."""
-        biases = {name: bias(hosts[name](), name, self.size.scored) for name in ("vim", "vim_first")}
+        biases = {name: bias(hosts[name](), drawn(name, SEEDS[0], self.size)[0]) for name in VIMS}
         return picture({name: hosts[name] for name in ("vim", "vit")}, biases)
 
 
-def bias(host: nn.Module, model: str, count: int) -> ClsBias:
-    """Return the mean attention of the CLS token over held-out images."""
-    (cls,) = (~patches_of(model)).nonzero().flatten().tolist()
-    pixels = digits(count, HELD_OUT_SEED, "test").pixels
-    return cls_bias([ula.trace(host, pixels, progress=False)], cls=cls, grid=GRID)
+def configuration(size: Size, seed: int) -> dict[str, Any]:
+    """Return the description of a measurement: stored numbers of another one are not read."""
+    rows = [METHODS, OF_CODE, PERTURBED, CONTROLLED, TABLE_5, TABLE_6, TABLE_9]
+    methods = [{label: [row.method, dict(row.options)] for label, row in of.items()} for of in rows]
+    versions = {"unilinattn": version("unilinattn"), "torch": torch.__version__}
+    return {"size": asdict(size), "seed": seed, "methods": methods, "curves": [CHANGES, CURVES], "versions": versions}
+
+
+def drawn(model: str, seed: int, size: Size) -> tuple[Images, Images]:
+    """Return the scored images of a seed, and those on which its layers are chosen; no model is trained on them."""
+    first, patches = HELD_OUT_SEED + SEEDS_OF_IMAGES * (1 + seed), patches_of(model)
+    scored, selection = (samples(count, first + at, patches) for at, count in enumerate((size.scored, size.selection)))
+    return Images(scored), Images(selection)
+
+
+def bias(host: nn.Module, images: Images) -> ClsBias:
+    """Return the mean attention of the CLS token over images."""
+    return cls_bias([ula.trace(host, images.pixels, progress=False)], cls=images.cls, grid=GRID)
+
+
+def smoothing_rows(model: str, host: nn.Module, images: Images) -> list[Row]:
+    """Return the mean cosine similarity of two patches of an image, after each layer (HMA arXiv Eq. 24)."""
+    trace = ula.trace(host, images.pixels, progress=False)
+    (similarity,) = oversmoothing(trace, exclude=[images.cls]).similarity.values()
+    return [
+        number(f"layer {depth}" if depth else "embedding", "cosine", value, model=model, sample=sample.name)
+        for depth, values in enumerate(similarity.tolist())
+        for value, sample in zip(values, images.samples, strict=True)
+    ]
 
 
 STUDY = Vision()

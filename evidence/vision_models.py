@@ -1,15 +1,20 @@
 """The models of the vision study: Vision Mamba and ViT for grey images of 32 x 32 pixels."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+import unilinattn as ula
 from evidence.digits import CLASSES, GRID, PATCH, SIDE
 from unilinattn.models.vim import VisionMamba
 from unilinattn.optional import import_extra
+
+CONTROLS = ("random weights", "a random last mixer")
+"""Models that show nothing of a digit, or less; the second is trained but for the weights of its last mixer."""
 
 WIDTH = 64
 """Width of the ViT."""
@@ -98,3 +103,18 @@ def patches_of(model: str) -> Bool[Tensor, " token"]:
     patches = torch.ones(count + 1, dtype=torch.bool)
     patches[count // 2 if model == "vim" else 0] = False
     return patches
+
+
+def controls(
+    build: Callable[[], nn.Module], load: Callable[[], nn.Module], pixels: Tensor, seed: int
+) -> dict[str, nn.Module]:
+    """Return, by name, a model with random weights, and the trained one with those of its last mixer.
+
+    `pixels`: images, whose trace names the last mixer.
+    """
+    torch.manual_seed(seed)
+    fresh, host = build().eval(), load()
+    last = ula.trace(host, pixels, progress=False).layers[-1].name
+    weights = {name: weight for name, weight in fresh.state_dict().items() if name.startswith(f"{last}.")}
+    host.load_state_dict({**host.state_dict(), **weights})
+    return dict(zip(CONTROLS, (fresh, host), strict=True))

@@ -13,7 +13,7 @@ from evidence.digits import GRID, PATCH, SIDE, samples
 from evidence.pictures import figure
 from evidence.training import HELD_OUT_SEED
 from evidence.vision_models import patches_of
-from evidence.vision_tables import METHODS
+from evidence.vision_tables import METHODS, NAMES
 from unilinattn.analysis import ClsBias
 from unilinattn.evaluation import Sample
 
@@ -33,7 +33,6 @@ SHOWN = (
 )
 """Methods in the picture: those without a choice of a layer."""
 
-NAMES = {"vim": "ViM, CLS in the middle", "vim_first": "ViM, CLS first", "vit": "ViT"}
 IMAGES = 3
 OUTLINE = "#16a34a"
 
@@ -49,9 +48,10 @@ def picture(hosts: Mapping[str, Callable[[], nn.Module]], biases: Mapping[str, C
         for at, sample in enumerate(samples(IMAGES, HELD_OUT_SEED, patches_of(model))):
             row = axes[block * IMAGES + at]
             trace = ula.trace(host, sample.inputs, progress=False)
+            assert isinstance(sample.target, int)
             _image(row[0], sample)
             for ax, label in zip(row[1:], SHOWN, strict=True):
-                _heat(ax, sample, METHODS[label](trace, sample).scores[0])
+                _heat(ax, sample, METHODS[label].explain(trace, sample.target).scores[0])
             if at == 0:
                 for ax, label in zip(row, ("image", *SHOWN), strict=True):
                     ax.set_title(

@@ -1,83 +1,33 @@
 """The rows of the vision study, and its tables on the page."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
 
-import torch
-from jaxtyping import Float
-from torch import Tensor
-from torch.nn import functional
-
-import unilinattn as ula
-from evidence.digits import GRID, PATCH
-from evidence.rows import number
 from evidence.study import View
-from unilinattn.evaluation import Sample
-from unilinattn.evaluation.segmentation import overlaps
-from unilinattn.evaluation.table import PARTS
-from unilinattn.results.attribution import Attribution
-from unilinattn.tracing.trace import Trace
+from evidence.vision_maps import Explained
+from evidence.vision_models import CONTROLS
 
-Rows = Mapping[str, Any]
+Rows = dict[str, Explained]
 
+CODE = "published code"
+"""The end of the label of a row by the code that was released with HMA."""
 
-@dataclass(frozen=True)
-class Explained:
-    """A method with options, whose maps separate patches: a constant one, which finds nothing, becomes a random one.
+VIMS = ("vim", "vim_first")
+"""The models that the released code is for."""
 
-    `attribution` is constant where the gradient at the CLS token is negative in every layer, and a layer of `alti`
-    where every other contribution is clipped.
-    """
-
-    method: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    def __call__(self, trace: Trace, sample: Sample) -> Attribution:
-        """Return the scores of a sample."""
-        result = ula.explain(trace, method=self.method, target=sample.target, progress=False, **self.options)
-        patches = result.scores[..., _valid(sample)]
-        flat = patches.amin(-1, keepdim=True) == patches.amax(-1, keepdim=True)
-        return replace(result, scores=torch.where(flat, torch.rand_like(result.scores), result.scores))
+NAMES = {"vim": "ViM, CLS in the middle", "vim_first": "ViM, CLS first", "vit": "ViT"}
 
 
-def random(trace: Trace, sample: Sample) -> Float[Tensor, " key"]:
-    """Return random scores, by the seed of the sample."""
-    return torch.rand(len(_valid(sample)), dtype=torch.float64)
+def coded(label: str) -> str:
+    """Return the label of a row by the released code."""
+    return f"{label}, {CODE}"
 
 
-def centre(trace: Trace, sample: Sample) -> Float[Tensor, " key"]:
-    """Return the negative distance of each patch from the centre of the image, in patches."""
-    places = [torch.arange(size, dtype=torch.float64) - (size - 1) / 2 for size in GRID]
-    rows, columns = torch.meshgrid(*places, indexing="ij")
-    return _on_keys(sample, -torch.hypot(rows, columns))
+def by_code(rows: Rows) -> Rows:
+    """Return rows by the released code."""
+    return {
+        coded(label): Explained(row.method, {**row.options, "variant": "published-code"}) for label, row in rows.items()
+    }
 
-
-def mask(trace: Trace, sample: Sample) -> Float[Tensor, " key"]:
-    """Return the share of each patch that the true mask covers."""
-    assert sample.foreground is not None
-    return _on_keys(sample, functional.avg_pool2d(sample.foreground.double()[None], PATCH)[0])
-
-
-def all_background(scored: Sequence[Sample], model: str) -> list[Mapping[str, Any]]:
-    """Return rows of the prediction without any foreground, which has no ranking and so no average precision."""
-    rows: list[Mapping[str, Any]] = []
-    for at, sample in enumerate(scored):
-        assert sample.foreground is not None
-        truth = sample.foreground[None]
-        nothing = torch.zeros_like(truth)
-        right = float((truth == nothing).double().mean())
-        regions = [(float(shared), float(either)) for shared, either in overlaps(nothing, truth)]
-        iou = sum(shared / either for shared, either in regions) / len(regions)
-        name = sample.name or str(at)
-        pixels = float(truth.numel())
-        rows.append(number("all background", "pixel_accuracy", right, pixels, model=model, sample=name))
-        rows.append({**number("all background", "mean_iou", iou, model=model, sample=name), PARTS: regions})
-    return rows
-
-
-BASELINES: Rows = {"random": random, "centre": centre, "mask": mask}
-"""Rows that ignore the model."""
 
 METHODS: Rows = {
     "raw": Explained("raw", {"layers": "mean"}),
@@ -97,20 +47,32 @@ METHODS: Rows = {
 }
 """Methods on every model."""
 
+OF_CODE: Rows = by_code({name: Explained(name) for name in ("raw", "rollout", "attribution")})
+"""Methods by the code that was released with HMA, on ViM."""
+
 PERTURBED: Rows = {name: METHODS[name] for name in ("raw", "rollout", "attribution", "logit")}
 """Methods whose scores order the removed patches: those of HMA Table 1, and the exact shares."""
 
+CONTROLLED: Rows = {name: METHODS[name] for name in ("raw", "rollout", "attribution", "logit", "lrp")}
+"""Methods that explain the controls, models without what the trained ones have learned."""
+
+HEADS: Rows = {heads: Explained("rollout", {"heads": heads}) for heads in ("mean", "max", "min", "geometric-mean")}
+
 TABLE_5: Rows = {
-    **{heads: Explained("rollout", {"heads": heads}) for heads in ("mean", "max", "min", "product")},
+    **HEADS,
     **{f"mean, discard {share}": Explained("rollout", {"discard": share}) for share in (0.2, 0.4, 0.6, 0.8)},
 }
 """Reductions of the heads of `rollout` (HMA Table 5)."""
 
-UNDEFINED = {("vim", "product")}
-"""Model and row without a map: the product over the 96 channels of ViM underflows to zero in float32."""
-
 TABLE_6: Rows = {sign: Explained("attribution", {"sign": sign}) for sign in ("clamp", "keep", "abs")}
 """Treatment of negative scores of `attribution` (HMA Table 6)."""
+
+TABLE_9: Rows = {
+    "rollout, max": HEADS["max"],
+    "rollout, min": HEADS["min"],
+    "attribution, keep": TABLE_6["keep"],
+}
+"""Further rows of HMA Table 9."""
 
 
 def _paper(numbers: Mapping[str, Sequence[float]], columns: Sequence[str]) -> Mapping[str, Mapping[str, str]]:
@@ -122,6 +84,9 @@ def _paper(numbers: Mapping[str, Sequence[float]], columns: Sequence[str]) -> Ma
 
 
 NONE = float("nan")
+
+MASKINGS = {"black": "zero", "background": "reference", "blur": "blur"}
+"""Values that replace removed patches, by label: background is the same photograph without the digit."""
 
 HMA_2 = {
     # Pixel accuracy, mAP and mIoU of the Transformer, then of Mamba. In the paper's table "Attribution" of the
@@ -143,11 +108,19 @@ HMA_5 = {
     "mean": (71.01, 80.78, 51.51),
     "max": (69.96, 79.41, 48.73),
     "min": (63.02, 66.31, 34.71),
-    "product": (74.04, 74.16, 50.46),
+    "geometric-mean": (74.04, 74.16, 50.46),
     "mean, discard 0.2": (70.23, 80.55, 50.86),
     "mean, discard 0.4": (69.59, 80.57, 50.45),
     "mean, discard 0.6": (70.17, 79.22, 50.66),
     "mean, discard 0.8": (70.23, 78.96, 48.95),
+}
+HMA_9 = {
+    # AUAC and AU-MSE of a language model, times 100.
+    "attribution": (91.5, 176.5),
+    "rollout": (88.13, 210.2),
+    "rollout, max": (84.20, 189.9),
+    "rollout, min": (76.11, 234.4),
+    "attribution, keep": (75.64, 242.1),
 }
 HMA_6 = {"clamp": (74.72, 81.70, 54.24), "keep": (68.15, 80.95, 48.71), "abs": (69.82, 81.12, 48.16)}
 PAPER = ("paper, pixel accuracy", "paper, mAP", "paper, mIoU")
@@ -170,18 +143,21 @@ def _half(numbers: Mapping[str, Sequence[float]], start: int) -> Mapping[str, Se
 
 def _patches(model: str, name: str, at: int) -> View:
     columns = [
-        (model, f"{kind} {masking}", f"{kind}, {masking}")
-        for kind in ("positive", "negative")
-        for masking in ("black", "grey", "background", "blur")
+        (model, f"{kind} {masking}", f"{kind}, {masking}") for kind in ("positive", "negative") for masking in MASKINGS
     ]
     paper = {method: (values[at], values[at + 2]) for method, values in HMA_1.items()}
     note = (
         "Area under the accuracy while 10 to 90 % of the patches are replaced, the most relevant first (positive: a "
-        "small area is good) or the least relevant first (negative: a large one is good). A constant map, such as all "
-        "background, orders the patches at random."
+        "small area is good) or the least relevant first (negative: a large one is good). A constant map orders the "
+        "patches at random. The paper replaces patches by black ones."
     )
-    title = f"{name}: perturbation, on half of the images"
+    title = f"{name}: perturbation"
     return View("perturbation", title, columns, _paper(paper, ("paper, positive", "paper, negative")), note)
+
+
+def _controls(ending: str) -> View:
+    columns = [(f"{model}, {ending}", "foreground_ap", f"{NAMES[model]}, foreground AP") for model in ("vim", "vit")]
+    return View("controls", f"Models with {ending}", columns)
 
 
 VIEWS = (
@@ -192,42 +168,38 @@ VIEWS = (
     _patches("vit", "ViT", 1),
     View(
         "activation",
-        "Activation and pruning, black patches, on half of the images",
+        "Activation and pruning, black patches",
         [
             (model, metric, f"{name}, {heading}")
             for model, name in (("vim", "ViM"), ("vit", "ViT"))
             for metric, heading in (("auac", "AUAC"), ("au_mse", "AU-MSE"))
         ],
-        note="A large AUAC and a small AU-MSE are good.",
+        _paper(HMA_9, ("paper, AUAC", "paper, AU-MSE")),
+        note="A large AUAC and a small AU-MSE are good. The paper's numbers (Table 9) are those of a Mamba of 1.3 "
+        "billion parameters on ARC-Easy.",
     ),
     _masks(
         "table5",
         "ViM: reductions of the heads of `rollout`",
         "vim",
         HMA_5,
-        "The heads of ViM are its 96 channels; their product underflows, so that all patches have the score 0.",
+        "The heads of ViM are its 96 channels. Their product underflows; here its root, the geometric mean.",
     ),
     _masks("table5", "ViT: reductions of the heads of `rollout`", "vit", {}),
     _masks("table6", "ViM: negative scores of `attribution`", "vim", HMA_6),
     _masks("table6", "ViT: negative scores of `attribution`", "vit", {}),
+    *map(_controls, CONTROLS),
+    View(
+        "smoothing",
+        "Cosine similarity of two patches in the residual stream",
+        [(model, "cosine", name) for model, name in NAMES.items()],
+        note="Mean over all pairs of patches (HMA arXiv Eq. 24).",
+    ),
     View(
         "cls",
         "Bias of the CLS token",
-        [("vim", "nearness", "ViM, CLS in the middle"), ("vim_first", "nearness", "ViM, CLS first")],
+        [(model, "nearness", NAMES[model]) for model in VIMS],
         note="Rank correlation of the mean absolute attention to a patch with its nearness to the CLS token in the "
         "sequence; 1 if every nearer patch has more.",
     ),
 )
-
-
-def _on_keys(sample: Sample, scores: Float[Tensor, "row column"]) -> Float[Tensor, " key"]:
-    """Return scores of patches as those of all keys, with zero at the CLS token."""
-    valid = _valid(sample)
-    keys = torch.zeros(len(valid), dtype=torch.float64)
-    keys[valid] = scores.flatten()
-    return keys
-
-
-def _valid(sample: Sample) -> Tensor:
-    assert sample.valid is not None
-    return sample.valid

@@ -1,5 +1,6 @@
 """Digits on photographs: exact masks, baselines by hand, claims that follow from the rows, and the shipped models."""
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -12,12 +13,24 @@ import unilinattn as ula
 from evidence import bootstrap
 from evidence.claims import HERE, Claim, Results, outcomes
 from evidence.comparisons import Comparison, between
-from evidence.digits import DIM, INK, PATCH, PHOTOGRAPHS, SIDE, TEST_SCANS, digits, samples
-from evidence.vision import STUDY
+from evidence.digits import DIM, GRID, INK, PATCH, PHOTOGRAPHS, SIDE, TEST_SCANS, digits, samples
+from evidence.study import SEEDS, Size
+from evidence.vision import STUDY, drawn
 from evidence.vision_claims import narrower
-from evidence.vision_models import patches_of
-from evidence.vision_tables import all_background, centre, mask
-from unilinattn.evaluation import Table
+from evidence.vision_maps import (
+    Images,
+    background_rows,
+    baselines,
+    change_rows,
+    layer_maps,
+    mask_rows,
+    method_maps,
+    of_others,
+    separating,
+)
+from evidence.vision_models import controls, patches_of
+from evidence.vision_tables import METHODS, OF_CODE
+from unilinattn.evaluation import Table, segmentation_scores
 from unilinattn.evaluation.table import PARTS
 from unilinattn.optional import MissingExtraError
 
@@ -97,39 +110,91 @@ def test_samples_know_their_cls_token_and_the_picture_without_the_digit() -> Non
 
 
 def test_baselines_equal_values_by_hand() -> None:
-    (sample,) = samples(1, 7, patches_of("vim"))
+    images = Images(samples(2, 7, patches_of("vim")))
+    maps, sample = baselines(images, 0), images.samples[0]
     assert sample.foreground is not None
-    found = mask(None, sample)
-    nearness = centre(None, sample)
     for at in range(64):
         row, column = divmod(at, SIDE // PATCH)
-        key = at if at < 32 else at + 1
         pixels = [
             bool(sample.foreground[y, x])
             for y in range(PATCH * row, PATCH * row + PATCH)
             for x in range(PATCH * column, PATCH * column + PATCH)
         ]
-        assert float(found[key]) == sum(pixels) / 16
-        assert float(nearness[key]) == pytest.approx(-(((row - 3.5) ** 2 + (column - 3.5) ** 2) ** 0.5))
+        assert float(maps["mask"][0, at]) == sum(pixels) / 16
+        assert float(maps["centre"][0, at]) == pytest.approx(-(((row - 3.5) ** 2 + (column - 3.5) ** 2) ** 0.5))
     count = int(sample.foreground.sum())
-    accuracy, iou = all_background([sample, replace(sample, name="1")], "vim")[:2]
+    accuracy, iou = background_rows("vim", images)[:2]
     assert accuracy["value"] == pytest.approx(1 - count / SIDE**2)
     assert iou["value"] == pytest.approx((1 - count / SIDE**2) / 2)
     assert iou[PARTS] == [(0.0, float(count)), (float(SIDE**2 - count), float(SIDE**2))]
 
 
 def test_a_constant_map_is_replaced_by_random_scores_and_no_other_is() -> None:
-    from evidence import vision_tables
+    maps = torch.stack([torch.ones(64), torch.arange(64.0)]).double()
+    separated = separating(maps)
+    assert len(separated[0].unique()) == 64
+    assert torch.equal(separated[1], maps[1])
 
-    (sample,) = samples(1, 7, patches_of("vim"))
+
+def test_maps_of_a_batch_are_those_of_single_images() -> None:
+    """And the numbers are those of `ula.evaluate`, image by image."""
+    images = Images(samples(2, 7, patches_of("vim")))
     host = STUDY.models["vim"].build().eval()
-    trace = ula.trace(host, sample.inputs, progress=False)
-    # The mean over heads of an attention that no patch reaches: the product over 96 channels underflows.
-    flat = vision_tables.Explained("rollout", {"heads": "product"})
-    assert len(ula.explain(trace, method="rollout", target=32, heads="product").scores[0, sample.valid].unique()) == 1
-    assert len(flat(trace, sample).scores[0, sample.valid].unique()) == 64
-    other = vision_tables.Explained("raw")(trace, sample).scores
-    assert torch.equal(other, ula.explain(trace, method="raw", target=32).scores)
+    methods = {"lrp": METHODS["lrp"], "raw": METHODS["raw"], "by code": OF_CODE["raw, published code"]}
+    maps, layers = method_maps(host, images, methods)
+    assert set(layers.values()) == {"all"}
+    rows = mask_rows("vim", images, maps, layers)
+    rows += change_rows("vim", host, images, maps, {"positive": ("reference", "positive"), "au": ("zero", "pruning")})
+    table = ula.evaluate(
+        {"vim": host},
+        images.samples,
+        {label: (of.method, dict(of.options)) for label, of in methods.items()},
+        {
+            **{name: name for name in ("pixel_accuracy", "mean_ap", "mean_iou", "foreground_ap")},
+            "positive": ("positive_perturbation", {"masking": "reference"}),
+            "au": ("pruning_au_mse", {"masking": "zero"}),
+        },
+        baselines=(),
+        progress=False,
+    )
+    expected = {(row["method"], row["sample"], row["metric"]): row["value"] for row in table}
+    measured = {(row["method"], row["sample"], row["metric"]): row["value"] for row in rows}
+    assert measured == pytest.approx(expected, rel=1e-3, abs=1e-5)
+
+
+def test_the_layer_is_the_best_on_other_images() -> None:
+    scored, selection = drawn("vim", 0, Size(2, 3))
+    host, best = STUDY.models["vim"].build().eval(), {"latim": METHODS["latim, best layer"]}
+    maps, layers = method_maps(host, scored, best, selection)
+    trace = ula.trace(host, selection.pixels, progress=False)
+    heat = [
+        torch.nn.functional.interpolate(layer.view(-1, 1, *GRID), (SIDE, SIDE), mode="bilinear")[:, 0]
+        for layer in layer_maps(trace, selection, best["latim"])
+    ]
+    precisions = [segmentation_scores(one, selection.masks).foreground_ap for one in heat]
+    assert layers["latim"] == str(precisions.index(max(precisions)))
+    every = layer_maps(ula.trace(host, scored.pixels, progress=False), scored, best["latim"])
+    assert torch.equal(maps["latim"], every[int(layers["latim"])])
+
+
+def test_each_seed_has_its_images() -> None:
+    every = [images.pixels for seed in SEEDS for images in drawn("vim", seed, Size(3, 3))]
+    pixels = torch.cat(every).flatten(1)
+    assert len(pixels.unique(dim=0)) == len(pixels)
+
+
+def test_a_map_of_another_image_is_that_of_the_next() -> None:
+    maps = {"raw": torch.arange(12.0).view(3, 4)}
+    assert torch.equal(of_others(maps)["raw, another image"], maps["raw"][[1, 2, 0]])
+
+
+def test_controls_differ_from_the_trained_model_where_they_should() -> None:
+    host = STUDY.models["vim"].build().eval()
+    pixels = samples(1, 7, patches_of("vim"))[0].inputs
+    fresh, mixed = controls(STUDY.models["vim"].build, lambda: copy.deepcopy(host), pixels, 1).values()
+    changed = {name for name, weight in mixed.state_dict().items() if not torch.equal(weight, host.state_dict()[name])}
+    assert changed and all(name.startswith("layers.3.mixer.") for name in changed)
+    assert not torch.equal(fresh.state_dict()["layers.0.mixer.in_proj.weight"], host.layers[0].mixer.in_proj.weight)
 
 
 def rows(table: str, values: dict[tuple[str, str, str], float]) -> Results:

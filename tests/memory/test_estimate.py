@@ -11,6 +11,7 @@ import torch
 import unilinattn as ula
 from tests.memory.hosts import NAMES, linear, new_trace, traced
 from unilinattn.errors import InputError, MemoryLimitError, OptionError, UncoveredError
+from unilinattn.models.vim import VisionMamba
 from unilinattn.scoring.maps import Weight
 from unilinattn.testing.hosts import host
 from unilinattn.testing.peak import Peak, peak_of
@@ -80,11 +81,25 @@ def test_estimates_agree_with_counts(name: str, method: str, target: int | None)
         ("mamba", "contribution", {}),
         ("gpt2", "contribution", {}),
         ("mamba", "attribution", {"gradient": "per-head"}),
-        ("gpt2", "attribution", {"variant": "published-code"}),
     ],
 )
 def test_estimates_of_variants_agree_with_counts(name: str, method: str, options: dict[str, Any]) -> None:
     compared(name, LENGTH if "target" in options else SHORT.get(name, 16), method=method, **options)
+
+
+@pytest.mark.parametrize("method", ["raw", "rollout", "attribution"])
+def test_estimates_of_the_released_code_agree_with_counts(method: str) -> None:
+    host = VisionMamba(img_size=48, patch_size=4, in_chans=1, num_classes=5, embed_dim=16, depth=4, d_state=4).eval()
+    pixels = torch.randn(1, 1, 48, 48)
+    traces = [ula.trace(host, pixels, progress=False) for _ in range(2)]
+    for trace in traces:
+        for layer in trace.layers:
+            layer.operator.apply(layer.input)
+    arguments: dict[str, Any] = {"method": method, "target": "cls", "variant": "published-code"}
+    estimate = ula.estimate(traces[0], **arguments)
+    result, counted = measured(traces[1], **arguments)
+    assert estimate.result == result
+    assert 0.5 <= estimate.beside / (counted.peak - result) <= 2, (estimate.beside, counted.peak - result)
 
 
 @pytest.mark.parametrize("target", [None, -1])

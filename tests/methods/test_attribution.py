@@ -23,7 +23,7 @@ from tests.methods.hosts import (
     traced,
 )
 from unilinattn.methods import attribution
-from unilinattn.methods.attribution import _published, gradient_weights
+from unilinattn.methods.attribution import gradient_weights
 from unilinattn.options import weighted
 from unilinattn.testing.hosts import randomize
 from unilinattn.testing.promote import promoted
@@ -217,18 +217,6 @@ def test_a_classifier_takes_one_gradient_for_all_queries(monkeypatch: pytest.Mon
         positions = host_trace.positions(target)
         row = attribution(host_trace, target=target).scores
         assert torch.allclose(row, whole.scores[torch.arange(BATCH), positions], rtol=1e-5)
-
-
-def test_published_gradients_are_rescaled_over_real_tokens() -> None:
-    layer, real = traced("mamba2", "left").layers[0], real_tokens("left")
-    gradient = torch.randn_like(layer.output)
-    plain = _published(gradient, layer)
-    for size in (100, -100):
-        # Gradients at padding count neither as the largest nor as the smallest.
-        gradient[~real] = size
-        assert torch.equal(_published(gradient, layer), plain)
-    largest = gradient[1, real[1]].clamp_min(0).amax(-1)
-    assert torch.allclose(plain[1, real[1]], (largest - largest.min()) / (largest.max() - largest.min()))
 
 
 def test_a_model_without_logits_needs_a_function() -> None:

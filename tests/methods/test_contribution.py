@@ -86,22 +86,12 @@ def by_key(layer: Plain) -> Tensor:
     return torch.relu(layer.inner.mean(-1)[:, None] * layer.alpha.mean(1))
 
 
-def published(layer: Plain, padding: str) -> Tensor:
-    scaled = torch.zeros(BATCH, LENGTH, dtype=torch.float64)
-    for b, real in enumerate(real_tokens(padding)):
-        largest = torch.stack([max(each.max(), torch.zeros(())) for each in layer.outer[b, real]])
-        spread = largest.max() - largest.min()
-        scaled[b, real] = (largest - largest.min()) / (spread if spread > 0 else 1)
-    return torch.relu(scaled[:, None] * layer.alpha.mean(1))
-
-
 FORMS: dict[str, tuple[str, dict[str, Any], Callable[[Plain, str], Tensor]]] = {
     "contribution": ("contribution", {}, lambda layer, _: contributed(layer)),
     "contribution, signed": ("contribution", {"sign": "keep"}, lambda layer, _: contributed(layer, lambda a: a)),
     "contribution, absolute": ("contribution", {"sign": "abs"}, lambda layer, _: contributed(layer, torch.abs)),
     "per head": ("attribution", {"gradient": "per-head"}, lambda layer, _: per_head(layer)),
     "key": ("attribution", {"gradient_axis": "key"}, lambda layer, _: by_key(layer)),
-    "published": ("attribution", {"variant": "published-code"}, published),
 }
 
 
@@ -117,7 +107,7 @@ def test_scores_equal_their_equation(name: str, padding: str, form: str) -> None
         assert relative_error(result.scores, expected[torch.arange(BATCH), found.positions(target)]) <= LIMIT
 
 
-@pytest.mark.parametrize("form", ["contribution", "contribution, signed", "per head", "key", "published"])
+@pytest.mark.parametrize("form", ["contribution", "contribution, signed", "per head", "key"])
 def test_without_a_target_each_row_has_its_gradient(form: str) -> None:
     method, options, beta = FORMS[form]
     expected = torch.zeros(BATCH, LENGTH, LENGTH, dtype=torch.float64)
@@ -185,8 +175,6 @@ def test_padding_takes_no_part_in_a_layer(sign: Any, count: int, side: str) -> N
 
 BAD: list[tuple[str, dict[str, Any], str]] = [
     ("attribution", {"variant": "published"}, r"variant='published'; did you mean 'published-code'\?"),
-    ("attribution", {"variant": "published-code", "gradient_axis": "row"}, "has its own gradient, by key"),
-    ("attribution", {"variant": "published-code", "gradient": "per-head"}, "has its own gradient, by key"),
     ("attribution", {"gradient": "per-head", "heads": "max"}, "takes the mean over heads after the product"),
     ("contribution", {"scope": "core"}, "contribution takes no option 'scope'"),
     ("contribution", {"start_layer": 2}, "start_layer=2 leaves no layer"),

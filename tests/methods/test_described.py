@@ -20,6 +20,8 @@ def test_options_are_described_by_their_types() -> None:
         "layers": "'all', 'mean' or int or a list of int or str",
         "compose": "'none', 'rollout'",
         "by_head": "bool",
+        "start_layer": "int >= 0 or float > 0, < 1",
+        "variant": "'formula', 'published-code'",
     }
     assert {text.name: text.default for text in texts}["discard"] == "0.0"
     assert all(text.meaning for text in texts)

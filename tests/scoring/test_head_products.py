@@ -12,6 +12,7 @@ from unilinattn.errors import ExactnessWarning
 from unilinattn.examples import TASKS, load
 from unilinattn.kernels.exponents import scaled_product, signed_root, times_power_of_two
 from unilinattn.memory import max_memory
+from unilinattn.operator.selection import REDUCTIONS
 from unilinattn.options import Raw
 from unilinattn.scoring.maps import attention_map, attention_rows
 from unilinattn.tracing.trace import Trace
@@ -87,6 +88,17 @@ def test_factors_that_leave_the_range_on_the_way_give_a_product_within_it() -> N
     assert torch.allclose(
         signed_root(scaled_product(factors), count).double(), -(product.abs() ** (1 / count)), rtol=1e-6
     )
+
+
+def test_the_product_of_64_heads_is_ordered_by_its_logarithms() -> None:
+    sizes = torch.rand(1, 64, 40, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 1e-6 + 1e-9
+    heads = sizes.float()
+    assert not heads.prod(1).any()
+    means = REDUCTIONS["geometric-mean"](heads)
+    logarithms = heads.double().log().mean(1)
+    assert torch.allclose(means.double().log(), logarithms, rtol=1e-6)
+    assert torch.equal(means.argsort(), logarithms.argsort())
+    assert (means > torch.finfo(torch.float32).tiny).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

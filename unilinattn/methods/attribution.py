@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from math import prod
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from unilinattn.errors import UncoveredError
 from unilinattn.memory import reserved
+from unilinattn.methods.published import CodeRun, code_cost, token_weights
 from unilinattn.options import weighted
 from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
@@ -28,7 +28,7 @@ from unilinattn.scoring.maps import (
     vecmat_cost,
 )
 from unilinattn.scoring.scaled import Blocks
-from unilinattn.scoring.selection import mixing_operator, one_scalar, reads_own_tokens
+from unilinattn.scoring.selection import mixing_operator, one_scalar
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Target, Trace
 
@@ -40,6 +40,8 @@ def cost(trace: Trace, options: weighted.Attribution, *, target: Target | None =
 
     A gradient is a forward and a backward pass of the model, block by block (see `Trace.gradient`).
     """
+    if options.is_published:
+        return code_cost(trace, options, target, options.scalar)
     scoring = composition_from(trace, options, target)
     resident = sum(prod(layer.output.shape[:2]) * layer.output.element_size() for layer in scoring.layers)
     one_map = target is None and one_scalar(trace, options.scalar)
@@ -63,6 +65,8 @@ def cost(trace: Trace, options: weighted.Attribution, *, target: Target | None =
 @register_method(weighted.Attribution, cost=cost)
 def attribution(trace: Trace, options: weighted.Attribution, *, target: Target | None = None) -> Attribution:
     """Run `Attribution`."""
+    if options.is_published:
+        return _by_code(trace, options, target)
     scoring = composition_from(trace, options, target)
     # Each row weights the maps by another gradient, so all maps are kept; those of all heads are computed again.
     each_row = target is None and not one_scalar(trace, options.scalar)
@@ -92,14 +96,6 @@ def gradient_weights(
         weights = {}
         for layer in layers:
             gradient = gradients[indices[layer.name]]
-            if options.variant == "published-code":
-                if not reads_own_tokens(trace, layer):
-                    raise UncoveredError(
-                        f"attribution: {layer.name} reads other tokens than it writes, and variant='published-code' "
-                        "weights the keys by the gradients of the queries; use another variant."
-                    )
-                weights[layer.name] = Weight(_published(gradient, layer), "key")
-                continue
             pull = pulls.get(layer.name) or layer.pullback()
             inner = pull(gradient)
             values = _by_head(inner, layer, options.scope) if options.by_head else inner.mean(-1)
@@ -120,10 +116,12 @@ def _by_head(inner: Float[Tensor, "batch query inner"], layer: Layer, scope: str
     return inner.unflatten(-1, (heads, -1)).mean(-1).transpose(1, 2)
 
 
-def _published(gradient: Float[Tensor, "batch query out"], layer: Layer) -> Float[Tensor, "batch query"]:
-    """Return the maximum over channels of the positive gradient, rescaled to 0..1 over the real tokens."""
-    largest = gradient.clamp_min(0).amax(-1)
-    real = torch.ones_like(largest, dtype=torch.bool) if layer.mask is None else layer.mask
-    low = largest.masked_fill(~real, torch.inf).amin(1, keepdim=True)
-    spread = largest.masked_fill(~real, 0).amax(1, keepdim=True) - low
-    return (largest - low).masked_fill(~real, 0) / spread.masked_fill(spread == 0, 1)
+def _by_code(trace: Trace, options: weighted.Attribution, target: Target | None) -> Attribution:
+    """Return the scores of the released code: its rollout of rows that are weighted by key."""
+    code = CodeRun.of(trace, options, target, options.scalar)
+    gradients = trace.gradient(-1 if target is None else target, options.scalar)
+    code.require_cls(gradients[-1])
+    by_name = {layer.name: gradient for layer, gradient in zip(trace.layers, gradients, strict=True)}
+    return code.result(
+        code.composed(lambda layer: code.row(layer, rescaled=True) * token_weights(by_name[layer.name], layer))
+    )

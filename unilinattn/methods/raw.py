@@ -1,10 +1,13 @@
 """`raw`: the attention map of each layer."""
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from unilinattn.methods.published import CodeRun, code_cost
 from unilinattn.operator.cost import heads_cut, rows_elements
 from unilinattn.options import Raw
+from unilinattn.progress import progress
 from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.estimate import Estimate
@@ -18,6 +21,8 @@ from unilinattn.tracing.trace import Target, Trace
 
 def cost(trace: Trace, options: Raw, *, target: Target | None = None) -> Estimate:
     """Return the cost of `raw`: blocks of a map or a few rows, and their postprocessing; or that of `rollout`."""
+    if options.is_published:
+        return code_cost(trace, options, target)
     scoring = layerwise(trace, options, target, options.selected_heads, options.scope)
     if isinstance(scoring, Composition):
         return rollout_cost(scoring)
@@ -42,6 +47,11 @@ def cost(trace: Trace, options: Raw, *, target: Target | None = None) -> Estimat
 @register_method(Raw, cost=cost)
 def raw(trace: Trace, options: Raw, *, target: Target | None = None) -> Attribution:
     """Run `Raw`."""
+    if options.is_published:
+        code = CodeRun.of(trace, options, target)
+        code.require_cls(trace.gradient()[-1])
+        rows = [code.row(layer, rescaled=True) for layer in progress(code.scoring.layers, options.name)]
+        return code.result(torch.stack([row.to(rows[0]) for row in rows]).mean(0))
     scoring = layerwise(trace, options, target, options.selected_heads, options.scope)
     if isinstance(scoring, Composition):
         return rollout_of_maps(scoring)

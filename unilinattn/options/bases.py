@@ -33,6 +33,9 @@ Baseline = Annotated[
 ]
 Seed = Annotated[int, Field(ge=0, description="seed of the random numbers")]
 
+CODE_OPTIONS = ("variant", "start_layer", "scope", "heads", "sign", "logit")
+"""Options that variant="published-code" reads."""
+
 
 @dataclass(frozen=True)
 class Relative:
@@ -151,9 +154,44 @@ class ThroughHeads(Composable):
 class Composed(Options):
     """Options of methods that compose layers."""
 
-    start_layer: int = Field(
-        default=0, ge=0, description="index of the first layer; the layers before it are the identity"
+    start_layer: Annotated[int, Field(ge=0)] | Annotated[float, Field(gt=0, lt=1)] = Field(
+        default=0,
+        description="index of the first layer, or its depth as a share of the layers, rounded down; the layers before "
+        "it are left out",
     )
+
+
+class PublishedOptions(MapOptions, Composed):
+    """Options of the methods of attention maps that the code of HMA has for images.
+
+    The code is vim/xai_utils.py of github.com/AmeenAli/HiddenMambaAttn. It takes layers 15 to 23 of 24.
+    """
+
+    variant: Literal["formula", "published-code"] = Field(
+        default="formula",
+        description="'published-code' computes the scores of CLS as the code that was released with HMA does, which "
+        "differs from the printed equation; it starts at 15/24 of the depth",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _start(cls, options: Any) -> Any:
+        return {"start_layer": 15 / 24, **options} if options.get("variant") == "published-code" else options
+
+    @model_validator(mode="after")
+    def _of_code(self) -> Self:
+        if self.is_published:
+            for name, field in type(self).model_fields.items():
+                if name not in CODE_OPTIONS and getattr(self, name) != field.default:
+                    raise ValueError(
+                        f"variant='published-code' has no {name}; leave it out. It takes {', '.join(CODE_OPTIONS[1:])}"
+                    )
+        return self
+
+    @property
+    def is_published(self) -> bool:
+        """Whether the scores are those of the released code."""
+        return self.variant == "published-code"
 
 
 class ScalarOptions(Options):

@@ -1,10 +1,10 @@
 """Methods that weight maps and contributions by the gradient of a logit."""
 
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from unilinattn.options.bases import Composed, GradientMapOptions, MapOptions, ScalarOptions, Sign
+from unilinattn.options.bases import Composed, GradientMapOptions, PublishedOptions, ScalarOptions, Sign
 
 QUESTION = "Which of these flows did the logit use? Weighted by its gradient"
 
@@ -40,7 +40,7 @@ class Contribution(ScalarOptions, Composed):
     )
 
 
-class Attribution(ScalarOptions, MapOptions, Composed):
+class Attribution(ScalarOptions, PublishedOptions):
     """Mamba-Attribution: rho = B_n ... B_1 with B_ij = delta_ij + (g_i abar_ij)^+ (HMA ACL Eq. 24).
 
     abar is the mean map, and g_i the mean over channels of d logit / d y'_i, where y' is the input of the output
@@ -48,11 +48,18 @@ class Attribution(ScalarOptions, MapOptions, Composed):
     the target, or that of the option `logit`. Without a target row i takes the gradient of the logit at position i:
     a forward and a backward pass of the model for each token. A model with one vector of logits for each sequence, or
     a function as `logit`, has one gradient for all rows. Scores: (batch, query, key), without `query` for a target.
-    The options `gradient`, `gradient_axis` and `variant` change g as their descriptions say; `contribution` replaces
-    the product g_i abar_ij by exact vectors.
+    The options `gradient` and `gradient_axis` change g as their descriptions say; `contribution` replaces the product
+    g_i abar_ij by exact vectors.
+
+    With variant="published-code" the scores are (batch, key), the row of CLS of `generate_mamba_attr` in the released
+    code (vim/xai_utils.py). It differs from Eq. 24: each channel of the rows of CLS is clamped before the mean, and
+    rescaled to 0..1 over all channels and keys of a layer; g is the gradient of the residual stream after the layer,
+    set to zero where negative, its maximum over channels, rescaled to 0..1 over the tokens, and multiplies the keys;
+    the layers are composed as in the variant of `rollout`.
 
     Raises `OptionError` for an unknown option or value, `InputError` for a model without logits, and
-    `UncoveredError` if layers are on different streams.
+    `UncoveredError` if layers are on different streams; with variant="published-code" `InputError` for a target that is
+    not the only token which the logit reads.
 
     >>> import unilinattn as ula
     >>> model = ula.examples.load("induction", "mamba")
@@ -77,21 +84,9 @@ class Attribution(ScalarOptions, MapOptions, Composed):
     gradient_axis: Literal["row", "key"] = Field(
         default="row", description="g of the query or of the key: g_i abar_ij (Eq. 24) or abar_ij g_j"
     )
-    variant: Literal["formula", "published-code"] = Field(
-        default="formula",
-        description="'published-code' takes g from the residual stream after the layer as the code of the paper does: "
-        "set to zero where negative, the maximum over channels, rescaled to 0..1 over the sequence, by key",
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _published(cls, options: Any) -> Any:
-        return {"gradient_axis": "key", **options} if options.get("variant") == "published-code" else options
 
     @model_validator(mode="after")
     def _compatible(self) -> Self:
-        if self.variant == "published-code" and (self.gradient, self.gradient_axis) != ("mean", "key"):
-            raise ValueError("variant='published-code' has its own gradient, by key; leave gradient, gradient_axis out")
         if self.gradient == "per-head" and self.heads != "mean":
             raise ValueError("gradient='per-head' takes the mean over heads after the product; leave heads out")
         return self

@@ -47,18 +47,21 @@ def stackable_layers(trace: Trace, method: str, layers: str | int | Sequence[int
     return selection
 
 
-def layers_from(trace: Trace, method: str, start_layer: int) -> tuple[Layer, ...]:
+def layers_from(trace: Trace, method: str, start_layer: float) -> tuple[Layer, ...]:
     """Return the layers from `start_layer` on that have an operator, checked against the host's outputs.
+
+    A number between 0 and 1 is a share of the layers.
 
     Raises `OptionError` if `start_layer` is beyond the last layer, and `ExactnessError` for a layer that misses the
     host's output.
     """
     count, transparent = len(trace.layers), _known(trace, method)
-    if start_layer >= count:
+    first = start_layer if isinstance(start_layer, int) else int(start_layer * count)
+    if first >= count:
         raise OptionError(
             f"{method}: start_layer={start_layer} leaves no layer; {trace.model} has layers 0 to {count - 1}."
         )
-    selection = tuple(layer for layer in trace.layers[start_layer:] if layer in transparent)
+    selection = tuple(layer for layer in trace.layers[first:] if layer in transparent)
     require_exact(selection)
     return selection
 
