@@ -73,7 +73,7 @@ class FrozenRun(TokenRun):
         for layer in self._layers:
             # An operator that replaced the host's forward is built when it is needed, one at a time.
             if layer.prefix_error is None:
-                layer.build()
+                _ = layer.operator
         self._pass = FrozenPass(self._spec, rule=rule)
         self.outputs, self.mixed, self.shared = self._pass.outputs, self._pass.mixed, self._pass.shared
         self._pass.require_leaves()

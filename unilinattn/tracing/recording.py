@@ -11,6 +11,7 @@ from unilinattn.host.inputs import call_host, last_real, real_tokens
 from unilinattn.host.isolation import isolated
 from unilinattn.host.logits import logits_at
 from unilinattn.host.module_calls import require_covered_calls
+from unilinattn.host.products import Products
 from unilinattn.host.recorder import Recorder
 from unilinattn.host.run import run
 from unilinattn.host.substitution import may_be_long, operators_at_length
@@ -49,7 +50,8 @@ def _recorded(
     model: nn.Module, arguments: Mapping[str, Any], mixers: Sequence[UnregisteredMixer], *, progress: bool, above: int
 ) -> tuple[Recorder, Any]:
     """Run the model with `mixers` as opaque layers; return the recorder and the output."""
-    recorder = Recorder(model, opaque=[mixer.path for mixer in mixers], locate=locate_in_stream)
+    paths = [mixer.path for mixer in mixers]
+    recorder = Recorder(model, opaque=paths, locate=locate_in_stream, products=Products.of_run())
     last = [last_real(real_tokens(arguments))]
 
     def call() -> Any:
