@@ -119,12 +119,14 @@ class _Recorded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, result: Tensor) -> Tensor:
         ctx.weight = weight.detach()
+        # A path without relevance has no gradient, and needs no product.
+        ctx.set_materialize_grads(False)
         return result.detach()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad @ ctx.weight, None, None
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None]:
+        return None if grad is None else grad @ ctx.weight, None, None
 
 
 def _is_plain(module: nn.Module) -> bool:
