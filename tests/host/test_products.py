@@ -91,8 +91,8 @@ def linear() -> tuple[nn.Linear, Tensor]:
 def test_the_recorded_result_has_the_value_and_the_gradient_of_the_layer() -> None:
     layer, x = linear()
     products, result = recorded(layer, x)
-    forward, x = products.forward_of(layer), x.requires_grad_()
-    assert forward is not None and products.forward_of(nn.Linear(6, 5)) is None
+    forward, x = products.forward_of(layer, layer.forward), x.requires_grad_()
+    assert forward is not None and products.forward_of(nn.Linear(6, 5), layer.forward) is None
     value, slope = forward(x), torch.randn(2, 4, 5, dtype=torch.float64)
     assert value.data_ptr() == result.data_ptr()
     expected = torch.autograd.grad(layer(x), x, slope)[0]
@@ -113,7 +113,7 @@ def test_a_result_of_other_numbers_is_not_used(change: str) -> None:
         other = other.flip(0)
     else:
         result.mul_(2)
-    forward, other = products.forward_of(layer), other.requires_grad_()
+    forward, other = products.forward_of(layer, layer.forward), other.requires_grad_()
     assert forward is not None
     assert torch.allclose(forward(other), layer(other), rtol=LIMIT)
 
@@ -121,14 +121,14 @@ def test_a_result_of_other_numbers_is_not_used(change: str) -> None:
 def test_modules_that_compute_more_are_not_recorded() -> None:
     layer, x = linear()
     layer.register_forward_hook(lambda module, args, output: 2 * output)
-    assert recorded(layer, x)[0].forward_of(layer) is None
+    assert recorded(layer, x)[0].forward_of(layer, layer.forward) is None
 
     class Other(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:
             return super().forward(input) + 1
 
     layer = Other(6, 5).double()
-    assert recorded(layer, x)[0].forward_of(layer) is None
+    assert recorded(layer, x)[0].forward_of(layer, layer.forward) is None
 
 
 def test_products_take_no_more_than_the_memory_that_is_allowed() -> None:
@@ -137,4 +137,4 @@ def test_products_take_no_more_than_the_memory_that_is_allowed() -> None:
     for limit, is_kept in ((size, True), (size - 1, False)):
         with max_memory(limit):
             products = recorded(layer, x)[0]
-        assert (products.forward_of(layer) is not None) == is_kept
+        assert (products.forward_of(layer, layer.forward) is not None) == is_kept

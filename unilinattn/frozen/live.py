@@ -150,7 +150,7 @@ class LivePass(TokenPass):
     def _replaced(self, path: str, module: nn.Module, host: Forward) -> Forward | None:
         """Return the forward of a traced layer with a written adapter, or of a linear layer with a known product."""
         if module not in self._queues:
-            return self.known_product(module)
+            return self.known_product(module, host)
         queue = self._queues[module]
 
         def forward(*args: Any, **kwargs: Any) -> Any:

@@ -118,9 +118,9 @@ class TokenPass(Observer[BlockCall]):
                 arguments[source.origin] = self.leaf(number, arguments[source.origin])
         return arguments
 
-    def known_product(self, module: nn.Module) -> Forward | None:
+    def known_product(self, module: nn.Module, host: Forward) -> Forward | None:
         """Return a linear layer's forward that uses the products of the traced run, None without any."""
-        return None if self._spec.products is None else self._spec.products.forward_of(module)
+        return None if self._spec.products is None else self._spec.products.forward_of(module, host)
 
     def require_leaves(self) -> None:
         """Raise `UncoveredError` if the pass met no vectors of the tokens of a source."""

@@ -72,8 +72,11 @@ class Products:
         product = _Product(result.detach(), result._version, _projected(x))
         self._by_module.setdefault(module, deque()).append(product)
 
-    def forward_of(self, module: Any) -> Forward | None:
-        """Return a forward of a linear layer that takes its results from here, None for a module without any."""
+    def forward_of(self, module: Any, host: Forward) -> Forward | None:
+        """Return a forward of a linear layer that takes its results from here, None for a module without any.
+
+        Of inputs that need no gradient, `host` computes the results: they may be the vectors of the tokens.
+        """
         if module not in self._by_module:
             return None
 
@@ -95,7 +98,8 @@ class Products:
         def forward(input: Tensor) -> Tensor:
             with torch._C.DisableTorchFunction():
                 weight = module.weight if isinstance(module, nn.Linear) else module.weight.T
-            return linear(input, weight, module.bias)
+                is_carried = input.requires_grad
+            return linear(input, weight, module.bias) if is_carried else host(input)
 
         return forward
 
