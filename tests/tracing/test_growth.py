@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 
 import unilinattn as ula
-from unilinattn.tracing import recording, residual
+from unilinattn.tracing import residual, stream_locator
 
 DEPTHS = (8, 12, 16)
 """The first and the last three layers have fewer neighbours."""
@@ -60,7 +60,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 
         monkeypatch.setattr(owner, name, call)
 
-    counted(recording, "locate_in_stream")
+    counted(stream_locator, "locate_in_stream")
     for name in ("_sum_of", "_site", "fit_factors"):
         counted(residual, name)
     # A walk of a module calls this method once for each module inside.
@@ -98,6 +98,8 @@ def test_each_layer_adds_the_same_work(build: Callable[[int], nn.Module], work: 
     counts = []
     for depth in DEPTHS:
         again = traced(build, depth)
+        # The searches without a sum, which a second trace leaves out, grow with depth too.
+        stream_locator._missing.clear()
         work.clear()
         assert len(again().layers) == depth
         counts.append(Counter(work))

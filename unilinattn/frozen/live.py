@@ -148,9 +148,9 @@ class LivePass(TokenPass):
         return mapped(output, lambda t: t if t.requires_grad else t.detach())
 
     def _replaced(self, path: str, module: nn.Module, host: Forward) -> Forward | None:
-        """Return the forward of a traced layer with a written adapter."""
+        """Return the forward of a traced layer with a written adapter, or of a linear layer with a known product."""
         if module not in self._queues:
-            return None
+            return self.known_product(module, host)
         queue = self._queues[module]
 
         def forward(*args: Any, **kwargs: Any) -> Any:

@@ -132,7 +132,10 @@ class FrozenPass(TokenPass):
 
             return forward
         form = plain_form_of(type(module))
-        return None if form is None else partial(plain_output, self.where, module, form, host)
+        if form is not None:
+            return partial(plain_output, self.where, module, form, host)
+        # A whole pass follows every function, and the constants of a bias are sources.
+        return None if self._whole or self._records_sources else self.known_product(module, host)
 
     def _mixer(self, layer: Layer, arguments: Mapping[str, Any]) -> Any:
         """Return a layer's result in the trace, with the tensors that depend on tokens in the graph."""

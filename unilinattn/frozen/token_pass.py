@@ -15,8 +15,10 @@ from unilinattn.call.axes import as_tokens, in_shape
 from unilinattn.errors import UncoveredError
 from unilinattn.frozen.layers import require_transparent
 from unilinattn.frozen.shares import Stream
+from unilinattn.host.forwards import Forward
 from unilinattn.host.logits import Logit, one_each
 from unilinattn.host.observer import Inputs, Observer
+from unilinattn.host.products import Products
 from unilinattn.host.wrappers import require_gradients
 from unilinattn.tracing.explained import ExplainedLogit
 from unilinattn.tracing.layer import Layer
@@ -41,6 +43,7 @@ class PassSpec:
         explained: the logits of the trace.
         positions: those of the logits that the model computes, None for all.
         batch: the number of sequences.
+        products: those of the trace, for the first pass.
     """
 
     model: nn.Module
@@ -51,6 +54,7 @@ class PassSpec:
     explained: ExplainedLogit
     positions: Int[Tensor, " position"] | None
     batch: int
+    products: Products | None = None
 
     @classmethod
     def of(cls, trace: Trace, targets: Sequence[Target] | None) -> Self:
@@ -62,7 +66,9 @@ class PassSpec:
         sources = find_sources(model, arguments, layers)
         groups = [[layers[index] for index in source.stream.layers] for source in sources]
         blocks = blocks_of(model, groups if len(groups) > 1 else [layers])
-        return cls(model, arguments, layers, sources, blocks, explained, positions, trace.token_shape[0])
+        return cls(
+            model, arguments, layers, sources, blocks, explained, positions, trace.token_shape[0], trace.products
+        )
 
     def scalar(self, target: Any, logit: Logit) -> Callable[[Any], Float[Tensor, " batch"]]:
         """Return the function from an output of the model to the explained scalar of each sequence."""
@@ -111,6 +117,10 @@ class TokenPass(Observer[BlockCall]):
             if isinstance(source.origin, str):
                 arguments[source.origin] = self.leaf(number, arguments[source.origin])
         return arguments
+
+    def known_product(self, module: nn.Module, host: Forward) -> Forward | None:
+        """Return a linear layer's forward that uses the products of the traced run, None without any."""
+        return None if self._spec.products is None else self._spec.products.forward_of(module, host)
 
     def require_leaves(self) -> None:
         """Raise `UncoveredError` if the pass met no vectors of the tokens of a source."""

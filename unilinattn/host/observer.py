@@ -42,6 +42,8 @@ class Observer(Generic[Frame]):
             module.register_forward_pre_hook(enter, with_kwargs=True, prepend=self.sees_given_inputs)
             module.register_forward_hook(self.leave, with_kwargs=True)
         yield
+        # Modules that run before the hooks are removed are followed no more.
+        self._run = object()
 
     def frame(self, path: str, module: nn.Module, inputs: Inputs) -> Frame:
         """Return the frame of a call that begins."""

@@ -16,6 +16,7 @@ from unilinattn.errors import ModelStateError
 from unilinattn.host.inputs import bound_arguments, refuse_states, sequences_in
 from unilinattn.host.module_calls import CallRecord, Prefix, first_tensor, tensors_in
 from unilinattn.host.observer import Inputs, Observer
+from unilinattn.host.products import Products
 from unilinattn.host.windows import are_windows
 from unilinattn.registry import UNREGISTERED, Architecture, Mark, architecture_of, list_architectures
 
@@ -32,16 +33,18 @@ class Recorder(Observer[CallRecord]):
         *,
         opaque: Collection[str] = (),
         locate: Callable[[CallRecord, CallRecord], bool] | None = None,
+        products: Products | None = None,
     ) -> None:
         """Prepare for one model; the modules at the paths `opaque` have no adapter and are recorded.
 
         `locate(layer, block)` is called for each layer and each finished block around it, until it returns True: it
-        reads what the modules of the block exchanged.
+        reads what the modules of the block exchanged. `products` are those of the linear layers that a later run
+        computes again.
         """
         super().__init__(model)
         self.opaque = frozenset(opaque)
         self.layers: list[CallRecord] = []
-        self._locate = locate
+        self._locate, self.products = locate, products
         self._batch: int | None = None
         self._recorded = list_architectures()[UNREGISTERED]
 
@@ -93,6 +96,8 @@ class Recorder(Observer[CallRecord]):
 
     def leaving(self, frame: CallRecord, module: nn.Module, inputs: Inputs, output: Any) -> Any:
         """Complete the record of a call; of a layer, return the replacement of its output."""
+        if self.products is not None and _runs_again(frame.outermost.architecture):
+            self.products.record(module, inputs, output)
         frame.output = main_tensor(output)
         if frame.output is not None:
             # Other returned tensors, such as attention weights, are too large to keep.
@@ -171,6 +176,11 @@ def captured(
                 mark = (lambda module, record: None) if marker is None else marker(architecture)
                 stack.enter_context(architecture.capture(model, mark))
         yield
+
+
+def _runs_again(layer: Architecture | None) -> bool:
+    """Tell whether a later run may call the modules inside a layer, or those outside of any."""
+    return layer is None or layer.needs_capture
 
 
 def _placeholder(result: Tensor | None, returned: Tensor) -> Tensor:

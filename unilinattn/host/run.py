@@ -23,6 +23,7 @@ def run(
     mixers: AbstractContextManager[object] | None = None,
     observer: AbstractContextManager[object] | None = None,
     seed: Tensor | None = None,
+    after: Callable[[], object] | None = None,
 ) -> Any:
     """Return the output of a model on `arguments`, without compiled code, checkpoints, caches and TF32.
 
@@ -33,6 +34,7 @@ def run(
         mixers: the context in which modules compute otherwise than by the host's forwards.
         observer: the context that follows the run, such as `Observer.attached`; it is entered last.
         seed: the state of the random number generator before the run, whose draws then change no later ones.
+        after: a function that is called after the run and before the model is restored, since it may run modules.
 
     Raises `ModelStateError` at active dropout, and the errors of `isolated` and `call_host`.
     """
@@ -43,7 +45,10 @@ def run(
         if seed is not None:
             torch.set_rng_state(seed)
         with plain_run(model), unrounded_products(), mixers or nullcontext(), observer or nullcontext():
-            return compute()
+            output = compute()
+        if after is not None:
+            after()
+        return output
 
     def whole() -> Any:
         return in_gradient_mode(gradients, lambda: isolated(model, inside))

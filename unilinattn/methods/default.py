@@ -61,6 +61,8 @@ def _attends_causally(layer: Layer) -> bool:
     """Whether a layer mixes earlier tokens by a matrix without more structure, as softmax attention does."""
     if layer.opaque or layer.in_pieces:
         return False
+    # The method checks its layers too.
+    layer.build()
     stages = (stage for chain in layer.operator.chains.values() for stage in walk(chain))
     mixers = (stage.mixer for stage in stages if isinstance(stage, Mix))
     return any(isinstance(mixer, Dense) and _is_causal(mixer, layer.mask) for mixer in mixers)

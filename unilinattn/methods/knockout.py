@@ -13,7 +13,7 @@ from unilinattn.options import Knockout
 from unilinattn.progress import progress
 from unilinattn.registry import register_method
 from unilinattn.reruns.cut import Cut
-from unilinattn.reruns.rerun import rerun
+from unilinattn.reruns.rerun import Rerun, rerun, traced_run
 from unilinattn.results.attribution import Attribution
 from unilinattn.scoring.composition import composition
 from unilinattn.scoring.maps import ONE_ROW
@@ -39,11 +39,12 @@ def knockout(trace: Trace, options: Knockout, *, target: Target | None = None) -
 
     trace.weights.require_same(trace.host, trace.model, "these runs would not be those of the traced model")
 
-    def measured(sequences: Int[Tensor, " run"], *cuts: Cut) -> Float[Tensor, "run query"]:
-        numbers = number(rerun(trace, sequences, cuts, positions=number.positions), sequences)
+    def measured(run: Rerun, sequences: Int[Tensor, " run"]) -> Float[Tensor, "run query"]:
+        numbers = number(run, sequences)
         return numbers if number.has_queries else numbers.unsqueeze(1)
 
-    base = measured(torch.arange(trace.layers[-1].output.shape[0], device="cpu"))
+    every = torch.arange(trace.layers[-1].output.shape[0], device="cpu")
+    base = measured(traced_run(trace) or rerun(trace, every, positions=number.positions), every)
     if options.edges is not None and number.has_queries:
         raise OptionError("knockout: edges are cut for one target; give a position as target, such as target=-1.")
     if options.edges is not None and len(joint.streams) > 1:
@@ -74,7 +75,8 @@ def knockout(trace: Trace, options: Knockout, *, target: Target | None = None) -
         sequences, query, key = chunk.unbind(1)
         edges: Edges = Listed(chunk[:, None, 1:]) if options.edges else Outgoing(key)
         cut = Cut(edges, reading, options.heads, options.channels, replace, sequences)
-        effect = base[sequences.to(base.device)] - measured(sequences, cut).to(base)
+        run = rerun(trace, sequences, [cut], positions=number.positions)
+        effect = base[sequences.to(base.device)] - measured(run, sequences).to(base)
         rows = query[:, None] if options.edges else torch.arange(shape[2], device="cpu").expand(len(chunk), -1)
         scores[index, sequences[:, None], rows, joint.slot(stream).start + key[:, None]] = effect
     if number.has_queries and trace.layers[-1].mask is not None:

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from unilinattn.errors import ExactnessWarning, InputError, NonFiniteError, OptionError, UncoveredError, nearest
+from unilinattn.host.products import recorded_products
 from unilinattn.kernels.precision import full_precision
 from unilinattn.memory import max_memory as limited_to
 from unilinattn.methods.check import Checker
@@ -17,7 +19,7 @@ from unilinattn.methods.doubts import head_underflow, warn_of_sinks
 from unilinattn.methods.labelled import Tokens, with_labels
 from unilinattn.methods.needs import REFUSALS, advised
 from unilinattn.methods.targets import NamedTarget, logit_of, position_of
-from unilinattn.options import Options
+from unilinattn.options import AltiLogit, AttnLrp, Logit, Lrp, Options
 from unilinattn.options.base import refuse_class
 from unilinattn.progress import bars
 from unilinattn.progress import progress as steps
@@ -29,6 +31,9 @@ from unilinattn.results.estimate import Estimate
 from unilinattn.scoring.base import trace_bytes
 from unilinattn.tracing.trace import Target, Trace, trace
 from unilinattn.tracing.trust import Trust, require_exact, trusting
+
+RUNNING_AGAIN = frozenset([None, *(each.name for each in (AltiLogit, AttnLrp, Logit, Lrp))])
+"""Names of the methods that run the traced model again on the same inputs, the default among them."""
 
 
 def explain(
@@ -50,7 +55,9 @@ def explain(
 ) -> Attribution:
     """Explain a model on inputs by one method.
 
-    The model runs once to be traced; a trace needs no run, except for gradients.
+    The model runs once to be traced; a trace needs no run, except for gradients and for methods that run it again with
+    frozen factors. These take the results of linear layers from the run that was traced by the same call, up to
+    `max_memory` of them.
 
     Args:
         model_or_trace: the model, or a trace of it.
@@ -84,7 +91,8 @@ def explain(
     """
     name, options = (None, options) if method is None else named(method, options)
     with limited_to(max_memory), bars(progress), trusting(trust):
-        traced = traced_inputs(model_or_trace, inputs, tokenizer, processor, bos=bos)
+        with recorded_products() if name in RUNNING_AGAIN else nullcontext():
+            traced = traced_inputs(model_or_trace, inputs, tokenizer, processor, bos=bos)
         target, options = _by_position(traced, tokenizer, target, options)
         entry, options = chosen_method(name, options, traced)
         advice = advised(traced, target, entry, options, note=default_note(entry, name))
@@ -95,6 +103,8 @@ def explain(
                 if name is not None or entry.name != COMPOSED.name:
                     raise
                 result = by_layer(run_method, traced, target, options, refusal)
+            finally:
+                traced.products = None
         result = with_labels(result, traced, tokens, tokenizer, grid)
         reader = traced.text.tokenizer if tokenizer is None and traced.text is not None else tokenizer
         logit = options.get("logit")

@@ -42,6 +42,15 @@ class Rerun:
         return at_positions(logits, positions, self.computed).unsqueeze(1)
 
 
+def traced_run(trace: Trace) -> Rerun | None:
+    """Return the run that was traced, None if it lacks the logits of some positions."""
+    explained, length = trace.explained_logit, trace.layers[-1].output.shape[1]
+    if not explained.is_computed:
+        return None
+    tokens = trace.layers[-1].output.shape[0], length
+    return Rerun(trace.output, tokens, kept_positions(trace.arguments, length), explained.sizes)
+
+
 def rerun(
     trace: Trace,
     sequences: Int[Tensor, " run"],

@@ -13,7 +13,7 @@ from unilinattn.operator.operator import MixerOperator
 from unilinattn.tracing.layer import Layer, Step
 from unilinattn.tracing.padding import Masks, stream_shape
 from unilinattn.tracing.residual import group_parallel
-from unilinattn.tracing.weights import Checksum, Weights
+from unilinattn.tracing.weights import Checksums, Weights
 
 
 class LayerBuilder:
@@ -38,7 +38,7 @@ class LayerBuilder:
         layers that exist `within_run` only are built by then, so no checksum tells later whether weights changed.
         """
         self._model, self._within_run = model, within_run
-        self._checksums: dict[int, Checksum] = {}
+        self._checksums = Checksums()
         self.mask, self._masks = real_tokens(arguments), masks or {}
         self._inner_mask = real_tokens(arguments, "decoder_attention_mask")
         self._two_streams = is_encoder_decoder(model)

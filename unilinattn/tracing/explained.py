@@ -84,7 +84,7 @@ class ExplainedLogit:
         None if no run has computed the logits there, and for an output without logits.
         """
         positions = self._positions_of(target)
-        if positions not in self._predictions and self._computed and self.exists:
+        if positions not in self._predictions and self.is_computed and self.exists:
             self._predictions[positions] = (
                 self._logits(self._output, target, self._computed_positions).detach().argmax(-1)
             )
@@ -106,7 +106,7 @@ class ExplainedLogit:
 
     def observed(self, target: Any, logit: Logit) -> Tensor | None:
         """Return the `scalar` of the traced output, None if the traced run did not compute its logits."""
-        return self.scalar(self._output, target, logit, self._computed_positions) if self._computed else None
+        return self.scalar(self._output, target, logit, self._computed_positions) if self.is_computed else None
 
     def arguments(
         self, model: nn.Module, targets: Sequence[Any] | None
@@ -154,7 +154,7 @@ class ExplainedLogit:
         return logits is not None and logits.ndim == 3
 
     @property
-    def _computed(self) -> bool:
+    def is_computed(self) -> bool:
         """Whether the traced run computed the logits of every position that its arguments ask for."""
         logits = self._traced
         by_token = logits is not None and logits.ndim == 3

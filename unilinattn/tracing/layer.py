@@ -1,6 +1,7 @@
 """`Layer`: one call of a token-mixing module with its operator; `Step`: layers that are added to a stream together."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -190,6 +191,15 @@ class Layer:
         if self._error is None:
             self._error = self._measured_error()
         return self._error
+
+    def build(self) -> None:
+        """Build the operator, and measure its error if it covers the layer: building it computes the most of both.
+
+        Raises the errors of `operator`.
+        """
+        with suppress(UncoveredError):
+            self.reconstruction_error()
+        _ = self.operator
 
     def _measured_error(self) -> float:
         if (operator := self._cached_operator()) is not None:

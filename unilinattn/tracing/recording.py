@@ -11,11 +11,12 @@ from unilinattn.host.inputs import call_host, last_real, real_tokens
 from unilinattn.host.isolation import isolated
 from unilinattn.host.logits import logits_at
 from unilinattn.host.module_calls import require_covered_calls
+from unilinattn.host.products import Products
 from unilinattn.host.recorder import Recorder
 from unilinattn.host.run import run
 from unilinattn.host.substitution import may_be_long, operators_at_length
 from unilinattn.progress import bars
-from unilinattn.tracing.residual import locate_in_stream
+from unilinattn.tracing.stream_locator import StreamLocator
 
 
 def covered_run(
@@ -32,40 +33,64 @@ def covered_run(
     if mixers:
         refuse(model, (), mixers, arguments, strict=strict)
     seed = torch.get_rng_state()
-    recorder, output = _recorded(model, arguments, mixers or (), progress=progress, above=above)
+    is_known = mixers is not None
+    recorder, output = _recorded(model, arguments, mixers or (), strict if is_known else None, progress, above)
     if mixers is None:
         mixers = unregistered_mixers(model, arguments, recorder.layers, above)
         refuse(model, recorder.layers, mixers, arguments, strict=strict)
         if mixers:
             seed = torch.get_rng_state()
-            recorder, output = _recorded(model, arguments, mixers, progress=progress, above=above)
+            recorder, output = _recorded(model, arguments, mixers, strict, progress, above)
+        else:
+            # A check may run a module again, which may keep tables of positions.
+            isolated(model, lambda: require_covered_calls(recorder.layers, strict=strict))
     refuse(model, recorder.layers, (), arguments, strict=strict)
-    # A check may run a module again, which may keep tables of positions.
-    isolated(model, lambda: require_covered_calls(recorder.layers, strict=strict))
     return recorder, output, seed
 
 
 def _recorded(
-    model: nn.Module, arguments: Mapping[str, Any], mixers: Sequence[UnregisteredMixer], *, progress: bool, above: int
+    model: nn.Module,
+    arguments: Mapping[str, Any],
+    mixers: Sequence[UnregisteredMixer],
+    strict: bool | None,
+    progress: bool,
+    above: int,
 ) -> tuple[Recorder, Any]:
-    """Run the model with `mixers` as opaque layers; return the recorder and the output."""
-    recorder = Recorder(model, opaque=[mixer.path for mixer in mixers], locate=locate_in_stream)
+    """Run the model with `mixers` as opaque layers; return the recorder and the output.
+
+    The calls are checked (see `require_covered_calls`), unless `strict` is None. A check may run a module again, which
+    may keep tables of positions, so the model is restored afterwards.
+    """
+    paths = [mixer.path for mixer in mixers]
+    locate = StreamLocator(model, arguments)
+    recorder = Recorder(model, opaque=paths, locate=locate, products=Products.of_run())
     last = [last_real(real_tokens(arguments))]
 
     def call() -> Any:
         return call_host(model, logits_at(model, arguments, lambda: last, above=above))
 
+    def check() -> None:
+        if strict is not None:
+            require_covered_calls(recorder.layers, strict=strict)
+
     with bars(progress):
-        return recorder, recorded_run(recorder, call, arguments, above=above)
+        return recorder, recorded_run(recorder, call, arguments, above=above, after=check)
 
 
-def recorded_run(recorder: Recorder, call: Callable[[], Any], arguments: Mapping[str, Any], *, above: int) -> Any:
+def recorded_run(
+    recorder: Recorder,
+    call: Callable[[], Any],
+    arguments: Mapping[str, Any],
+    *,
+    above: int,
+    after: Callable[[], object] | None = None,
+) -> Any:
     """Return `call()`, a recorded run of the recorder's model on `arguments`.
 
-    Causal mixers run through their operators on more than `above` tokens. Raises the errors of `run` and of
-    `operators_at_length`.
+    Causal mixers run through their operators on more than `above` tokens. Raises the errors of `run`, for which `after`
+    is, and of `operators_at_length`.
     """
     model = recorder.model
     long = may_be_long(arguments, above)
     mixers = operators_at_length(model, real_tokens(arguments), recorder.note_prefix, above) if long else None
-    return run(model, call, mixers=mixers, observer=recorder.attached())
+    return run(model, call, mixers=mixers, observer=recorder.attached(), after=after)

@@ -22,6 +22,7 @@ from unilinattn.host.image import image_tokens, is_image, processed
 from unilinattn.host.inputs import host_arguments, token_ids
 from unilinattn.host.isolation import in_gradient_mode
 from unilinattn.host.logits import Logit, plain_sizes, positions_of
+from unilinattn.host.products import Products
 from unilinattn.host.substitution import SUBSTITUTE_ABOVE, may_be_long
 from unilinattn.host.text import NO_TEXT, Text, encoded, is_text, tokenized
 from unilinattn.host.wrappers import unwrapped
@@ -61,6 +62,8 @@ class Trace:
         text: the text that was given as input, None for other inputs.
         warnings: a sentence for each change of the trace to the user's call that changes the output; results have them
             too (see `tracing.agreement`).
+        products: the products of the run that the next one of `unilinattn.frozen` uses, None unless the trace is that
+            of a call which explains the model.
     """
 
     host: nn.Module
@@ -73,6 +76,7 @@ class Trace:
     opaque: frozenset[str]
     text: Text | None = None
     warnings: tuple[str, ...] = ()
+    products: Products | None = None
 
     def __repr__(self) -> str:
         """List the layers, each on a line."""
@@ -286,6 +290,7 @@ def trace(
         warn_of_recorded_leaks(arguments, layers)
         mask, weights = builder.mask, builder.weights
         traced = Trace(model, arguments, output, layers, steps, mask, weights, recorder.opaque, text)
+        traced.products = recorder.products
         if stream_to is None and not may_be_long(arguments, substitute_above):
             named = {*(inputs if isinstance(inputs, Mapping) else arguments), CACHE_FLAG}
             call = {name: value for name, value in arguments.items() if name in named}
