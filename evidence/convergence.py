@@ -1,8 +1,11 @@
 """Integrated gradients with as many steps as their completeness needs: one rule for all studies."""
 
+from typing import Any
+
 import unilinattn as ula
 from unilinattn.evaluation import Case, Sample
 from unilinattn.evaluation.measures import Measurement, Metric
+from unilinattn.evaluation.scorers import Scorer
 from unilinattn.host.substitution import through_operators
 from unilinattn.methods import IntegratedGradients
 from unilinattn.options.bases import Baseline
@@ -34,6 +37,14 @@ def integrated_gradients(trace: Trace, sample: Sample) -> Attribution:
             if result.completeness_gap <= LARGEST_GAP:
                 break
     return result
+
+
+def _of_batch(trace: Trace, sample: Sample, **_: Any) -> list[Attribution]:
+    return [integrated_gradients(trace, sample)]
+
+
+CONVERGED = Scorer("integrated gradients", {"baseline": BASELINE, "steps": STEPS, "gap": LARGEST_GAP}, _of_batch)
+"""The row of `integrated_gradients` in an evaluation: the worst sample of a batch decides the steps."""
 
 
 def reported_gap(case: Case) -> Measurement | None:

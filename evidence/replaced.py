@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from unilinattn.host.substitution import through_operators
 
-DRAWS = 4
+DRAWS = 2
 """Number of tokens that replace each token, all of them different."""
 
 

@@ -27,7 +27,7 @@ from evidence.problems import (
     sums,
 )
 from evidence.reasoning import STUDY, asked_token, right_copy, same_token, sample
-from evidence.reasoning_claims import BASELINES, METHODS, MODELS, TASKS, WITH_COPIES
+from evidence.reasoning_claims import BASELINES, EXPLAINED, METHODS, TASKS, WITH_COPIES
 from evidence.replaced import effects
 from tests.evidence.tables import made
 from tests.evidence.tables import verdicts as of_claims
@@ -171,8 +171,8 @@ def test_rows_without_a_model_and_the_asked_copy() -> None:
     host = load("induction", "mamba")
     trace = ula.trace(host, torch.zeros(1, 8, dtype=torch.long), progress=False)
     assert one.relevant is not None
-    assert same_token(trace, one).nonzero().flatten().tolist() == copies
-    marked = asked_token(trace, one).nonzero().flatten().tolist()
+    assert same_token(one).nonzero().flatten().tolist() == copies
+    marked = asked_token(one).nonzero().flatten().tolist()
     places = [at for at, token in enumerate(drawn.input_ids[0].tolist()) if token == asked]
     length = drawn.input_ids.shape[1]
     assert set(marked) == {*places, *((at + 1) % length for at in places)}
@@ -182,14 +182,14 @@ def test_rows_without_a_model_and_the_asked_copy() -> None:
         scores = torch.zeros(1, length)
         scores[0, best] = 1.0
         result = Attribution(scores=scores, dims=("batch", "key"), method="made", mask=None, model="")
-        return right_copy(Case(host, one, trace, result))
+        return right_copy(Case(host, one, trace, result)).value
 
     assert (score([right]), score([at for at in copies if at != right]), score([])) == (1, 0, 0.5)
 
 
 TABLES: dict[str, tuple[Iterable[str], Iterable[str], Iterable[str]]] = {
     task: (
-        MODELS,
+        EXPLAINED[task],
         [*BASELINES, "effect", *METHODS],
         ("ap", "spearman", *(("right_copy",) if task in WITH_COPIES else ())),
     )
