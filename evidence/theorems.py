@@ -43,6 +43,12 @@ SHOWN = 0b1011101111
 
 EXACT = "right after rounding"
 
+EQ_26, EQ_28 = "S6 channel, Eq. 26", "S6 channel, Eq. 28"
+"""The channel of Lemma 1 by its parameters, and by the recurrence that the proof prints."""
+
+LINEAR, SOFTMAX = "head without softmax", "head with softmax"
+"""Heads of Lemma 3."""
+
 
 def mixing(name: str, seed: int) -> tuple[float, float]:
     """Return the relative change of the token mixers of a host's first layer, and of its gates, between inputs."""
@@ -72,14 +78,34 @@ def count_in_row(bits: Tensor) -> Tensor:
 
 
 def s6_channel(bits: Tensor, *, printed: bool) -> Tensor:
-    """Return the output of one S6 channel that reads the bits, y_t = h_t and h_t = A_t h_{t-1} + x_t.
+    """Return the output of one S6 channel that reads the bits, h_t = A_t h_{t-1} + B_t x_t and y_t = C_t h_t.
 
-    A_t is x_t, which ends a run at each zero; `printed`: 1, as HMA ACL Eq. 28 has it.
+    With the parameters of the proof of HMA ACL Lemma 1, S_A = S_B = S_C = 1 and A = 0, Eq. 26 has A_t = B_t = C_t =
+    x_t: a zero ends a run. `printed`: A_t = B_t = C_t = 1, as Eq. 28 has it.
     """
-    one = torch.ones(*bits.shape, 1, 1, dtype=bits.dtype)
-    reset = None if printed else bits == 0
-    channel = DiagonalDecay(one, one, torch.zeros_like(one), reset=reset)
+    factor = (torch.ones_like(bits) if printed else bits)[..., None, None]
+    # A decay of zero is a reset; the others are one.
+    channel = DiagonalDecay(factor, factor, torch.zeros_like(factor), reset=factor[..., 0, 0] == 0)
     return channel.apply(bits[:, :, None, None])[:, :, 0, 0]
+
+
+def head_differences(seed: int) -> dict[str, float]:
+    """Return the relative difference between a selective state space with A_t = 1 and causal heads (HMA ACL Lemma 3).
+
+    B_t are the keys, C_t the queries, and the input is the values, all random: two sequences of twelve tokens, a head
+    of width four.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    query, key, value = torch.randn(3, 2, 12, 4, generator=generator, dtype=torch.float64)
+    space = DiagonalDecay(query[:, :, None], key[:, :, None], torch.zeros(2, 12, 1, 4, dtype=torch.float64))
+    output = space.apply(value[:, :, None])[:, :, 0]
+    products = query @ key.mT
+    later = torch.ones(12, 12, dtype=torch.bool).triu(1)
+    heads = {
+        LINEAR: products.masked_fill(later, 0) @ value,
+        SOFTMAX: products.masked_fill(later, -torch.inf).softmax(-1) @ value,
+    }
+    return {name: float((output - head).norm() / head.norm()) for name, head in heads.items()}
 
 
 def fixed_filter(bits: Tensor, counts: Tensor) -> Tensor:
@@ -147,7 +173,12 @@ output projection are listed apart. No weight is trained.
 
 Theorem 2: count in row, the number of consecutive ones that end at a position, for all {2**BITS} binary sequences of
 {BITS} tokens. One S6 channel is constructed; the best fixed filter is a least-squares solution, and the best softmax
-and linear heads are searched. Lemma 1 prints A_t = 1, which counts all ones; the channel resets with A_t = x_t.
+and linear heads are searched. The parameters in the proof of Lemma 1, S_A = S_B = S_C = 1 and A = 0, give A_t = B_t =
+C_t = x_t by its Eq. 26, and solve the task. Its Eq. 28, h_t = h_{{t-1}} + x_t, drops the factor A_t, and counts
+all ones.
+
+Lemma 3 is checked on random sequences: a causal head without softmax, with random queries, keys and values, equals a
+selective state space with A_t = 1, B_t its keys and C_t its queries; a head with softmax differs from it.
 """
     caption = (
         "Left: the change of token mixers between inputs, exactly zero for fixed mixers. Right: count in row on one "
@@ -161,6 +192,7 @@ and linear heads are searched. Lemma 1 prints A_t = 1, which counts all ones; th
             "Theorem 1: largest relative change between inputs",
             [("", "mixers", "token mixers"), ("", "gates", "gates")],
         ),
+        View("heads", "Lemma 3: relative difference to a state space", [("", "difference", "difference")]),
         View("count", "Theorem 2: count in row", [("", EXACT, EXACT), ("", "R2", "R²")]),
     )
 
@@ -172,14 +204,18 @@ and linear heads are searched. Lemma 1 prints A_t = 1, which counts all ones; th
         for label, name in {**FIXED, **GATED, **CONTROLLED}.items():
             mixers, gates = mixing(name, seed)
             rows += [number(label, "mixers", mixers), number(label, "gates", gates)]
+        tables = {
+            "mixing": Table(rows),
+            "heads": Table([number(name, "difference", value) for name, value in head_differences(seed).items()]),
+        }
         if seed != SEEDS[0]:
-            return {"mixing": Table(rows)}
+            return tables
         # The second theorem has no random part.
         bits = all_bits()
         counts = count_in_row(bits)
         outputs = {
-            "S6 channel, A_t = x_t": s6_channel(bits, printed=False),
-            "S6 channel, A_t = 1 as printed": s6_channel(bits, printed=True),
+            EQ_26: s6_channel(bits, printed=False),
+            EQ_28: s6_channel(bits, printed=True),
             "best softmax head": softmax_head(bits, counts),
             "best linear head": linear_head(bits, counts),
             "best fixed filter": fixed_filter(bits, counts),
@@ -190,7 +226,7 @@ and linear heads are searched. Lemma 1 prints A_t = 1, which counts all ones; th
             right = (output.round() == counts).double().mean()
             explained = 1 - (output - counts).square().sum() / spread
             scored += [number(label, EXACT, float(right)), number(label, "R2", float(explained))]
-        return {"mixing": Table(rows), "count": Table(scored)}
+        return {**tables, "count": Table(scored)}
 
     def claims(self, results: Results) -> list[Claim]:
         """Return both theorems, in parts."""
@@ -231,13 +267,13 @@ and linear heads are searched. Lemma 1 prints A_t = 1, which counts all ones; th
             ),
             Claim.of(
                 "One S6 channel expresses count in row with the parameters of the proof",
-                "HMA ACL Lemma 1, as printed",
-                counted("S6 channel, A_t = 1 as printed", "≥"),
+                "HMA ACL Lemma 1, Eq. 26",
+                counted(EQ_26, "≥"),
             ),
             Claim.of(
-                "One S6 channel expresses count in row",
-                "HMA ACL Lemma 1, with A_t = x_t",
-                counted("S6 channel, A_t = x_t", "≥"),
+                "The recurrence h_t = h_{t-1} + x_t solves count in row",
+                "HMA ACL Lemma 1, Eq. 28",
+                counted(EQ_28, "≥"),
             ),
             Claim.of(
                 "One softmax head cannot express count in row",
@@ -249,6 +285,16 @@ and linear heads are searched. Lemma 1 prints A_t = 1, which counts all ones; th
                 HERE,
                 counted("best linear head", "<"),
                 counted("best fixed filter", "<"),
+            ),
+            Claim.of(
+                "A selective state space with A_t = 1 equals one causal head without softmax",
+                "HMA ACL Lemma 3",
+                bounded("heads", "difference", LINEAR, [""], "<", 1e-6),
+            ),
+            Claim.of(
+                "The same state space equals the head with softmax",
+                "HMA ACL Lemma 3, without its simplification",
+                bounded("heads", "difference", SOFTMAX, [""], "<", 1e-6),
             ),
             Claim(
                 "One channel of S6 expresses every function of one softmax head",

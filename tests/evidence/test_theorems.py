@@ -4,9 +4,12 @@ import torch
 
 from evidence.theorems import (
     BITS,
+    LINEAR,
+    SOFTMAX,
     all_bits,
     count_in_row,
     fixed_filter,
+    head_differences,
     linear_head,
     mixing,
     s6_channel,
@@ -55,3 +58,9 @@ def test_a_softmax_head_finds_the_mean_of_the_bits() -> None:
 def test_a_fixed_mixer_does_not_change_and_a_selective_one_does() -> None:
     assert mixing("s4", 0) == (0, 0)
     assert mixing("mamba", 0)[0] > 0.01
+
+
+def test_a_state_space_without_decay_is_a_head_without_softmax() -> None:
+    differences = head_differences(1)
+    assert differences[LINEAR] < 1e-10
+    assert differences[SOFTMAX] > 0.1
