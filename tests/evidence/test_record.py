@@ -86,7 +86,7 @@ def test_the_shipped_weights_and_results_are_small() -> None:
     folders = (__main__.WEIGHTS, record.RESULTS)
     weights, results = (sum(path.stat().st_size for path in folder.glob("*")) for folder in folders)
     # Of these the two language models of text have 6 MB.
-    assert weights < 16e6
+    assert weights < 18e6
     assert results < 5e6
     assert max(path.stat().st_size for path in record.RESULTS.glob("*")) < 1.05e6
 
