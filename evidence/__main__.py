@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -31,6 +31,9 @@ from tools.markers import replace_section
 from unilinattn.errors import UnilinattnError
 from unilinattn.evaluation import Table
 from unilinattn.evaluation.processes import Processes
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 WEIGHTS = FOLDER / "weights"
 DOCS = FOLDER.parent / "docs"
@@ -110,14 +113,13 @@ def described(one: Study, results: Results, weights: Path, quick: Any, seconds: 
     return record.described(one, results, one.claims(results), training, quick, **rest)
 
 
-def write(one: Study, results: Results, numbers: record.Numbers, weights: Path) -> None:
+def write(one: Study, figure: "Figure", numbers: record.Numbers, weights: Path) -> None:
     """Store a study's record, its picture, and its weights if they are new."""
     if weights != WEIGHTS:
         WEIGHTS.mkdir(exist_ok=True)
         for model in one.models:
             for seed in SEEDS:
                 shutil.copyfile(one.path(weights, model, seed), one.path(WEIGHTS, model, seed))
-    figure = one.picture(one.hosts(weights, SEEDS[0]), results)
     (DOCS / "evidence").mkdir(exist_ok=True)
     figure.savefig(DOCS / "evidence" / f"{one.name}.png", dpi=110, metadata={"Software": None})
     record.RESULTS.mkdir(exist_ok=True)
@@ -193,9 +195,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             results, seconds = evaluate(one, weights, options.out, processes, say)
             if options.write:
                 quick = record.summaries(measured(one, weights, options.out, quick=True))
+                # Pictures explain models, which all processes do together.
+                figure = one.picture(one.hosts(weights, SEEDS[0]), results)
                 if first:
-                    write(one, results, described(one, results, weights, quick, seconds), weights)
-                    write_page()
+                    write(one, figure, described(one, results, weights, quick, seconds), weights)
+        if options.write and first:
+            write_page()
     except UnilinattnError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
