@@ -114,14 +114,14 @@ def described(one: Study, results: Results, weights: Path, quick: Any, seconds: 
     return record.described(one, results, one.claims(results), training, quick, **rest)
 
 
-def write(one: Study, results: Results, numbers: record.Numbers, weights: Path) -> None:
+def write(one: Study, figure: "Figure", numbers: record.Numbers, weights: Path) -> None:
     """Store a study's record, its picture, and its weights if they are new."""
     if weights != WEIGHTS:
         WEIGHTS.mkdir(exist_ok=True)
         for model in one.models:
             for seed in SEEDS:
                 shutil.copyfile(one.path(weights, model, seed), one.path(WEIGHTS, model, seed))
-    draw(one.picture(one.hosts(weights, SEEDS[0]), results), one.name)
+    draw(figure, one.name)
     record.RESULTS.mkdir(exist_ok=True)
     (record.RESULTS / f"{one.name}.json").write_text(record.stored(numbers))
 
@@ -220,9 +220,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             results, seconds = evaluate(one, weights, options.out, processes, say)
             if options.write:
                 quick = record.summaries(measured(one, weights, options.out, quick=True))
+                # Pictures explain models, which all processes do together.
+                figure = one.picture(one.hosts(weights, SEEDS[0]), results)
                 if first:
-                    write(one, results, described(one, results, weights, quick, seconds), weights)
-                    write_pages()
+                    write(one, figure, described(one, results, weights, quick, seconds), weights)
+        if options.write and first:
+            write_pages()
     except UnilinattnError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -1,6 +1,7 @@
 """Word alignment: which method finds the source words that a translation comes from (LaTIM 4.2, Table 3)."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from math import log
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -11,15 +12,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import unilinattn as ula
+from evidence.baselines import NEW_MIXER, RANDOM, controlled_view, controls, of_training, remark, token_scorer
 from evidence.claims import HERE, Claim, Results
 from evidence.comparisons import Comparison, better
 from evidence.drawing import draw_links
 from evidence.hosts import builder
 from evidence.pictures import BASELINES, figure
-from evidence.study import Model, Size, Study, View
-from evidence.training import HELD_OUT_SEED, SELECTION_SEED, Recipe
-from evidence.translation import NAMES, VOCABULARY, WORDS, sentences
+from evidence.study import BATCH, Model, Size, Study, View
+from evidence.training import HELD_OUT_SEED, SELECTION_SEED, STEPS_OF_A_SEED, Recipe, scored_seed, selection_seed
+from evidence.translation import END, NAMES, VOCABULARY, WORDS, sentences
 from unilinattn.evaluation import Case, Sample, Table
+from unilinattn.evaluation.measures import function_metric
 from unilinattn.examples.tasks import NO_ANSWER
 from unilinattn.tracing.trace import Trace
 
@@ -40,16 +43,16 @@ def samples(count: int, seed: int) -> list[Sample]:
     return found
 
 
-def single_words(sentences: Sequence[Sample]) -> list[Sample]:
-    """Return each sentence twice, with one target word explained in each: the words take turns."""
-    found = []
+def single_words(sentences: Sequence[Sample], each: int = 1) -> list[Sample]:
+    """Return each sentence once or twice, with one target word explained in each: the words take turns."""
+    single = []
     for at, sample in enumerate(sentences):
         assert sample.relevant is not None
-        places = sample.relevant.any(-1).nonzero().flatten().tolist()
-        for target in (places[at % len(places)], places[(at + len(places) // 2) % len(places)]):
+        words = sample.relevant.any(-1).nonzero().flatten().tolist()
+        for target in (words[at % len(words)], words[(at + len(words) // 2) % len(words)])[:each]:
             row = {name: getattr(sample, name)[target] for name in ("relevant", "possible", "valid")}
-            found.append(Sample(inputs=sample.inputs, target=target, name=f"{sample.name}-{target}", **row))
-    return found
+            single.append(Sample(inputs=sample.inputs, target=target, name=f"{sample.name}-{target}", **row))
+    return single
 
 
 def diagonal(trace: Trace, sample: Sample) -> Float[Tensor, "*query key"]:
@@ -70,8 +73,34 @@ def entropy(case: Case) -> float:
     return float(-torch.special.xlogy(shares, shares).sum(-1).mean() / log(2))
 
 
-BASELINE: Mapping[str, Any] = {"diagonal": diagonal}
-"""The row of the diagonal, besides the usual baselines."""
+DICTIONARY_SENTENCES = 2000
+
+
+@cache
+def dictionary() -> Float[Tensor, "target source"]:
+    """Return Dice's coefficient of each target word and each source word over sentences like those of the training.
+
+    Twice the number of sentences with both words, divided by the sum of the numbers with each of them.
+    """
+    data = sentences(DICTIONARY_SENTENCES, 3 * STEPS_OF_A_SEED)
+    source, target = torch.zeros(2, DICTIONARY_SENTENCES, VOCABULARY, dtype=torch.float64)
+    source.scatter_(1, data.input_ids[:, :WORDS], 1.0)
+    target.scatter_(1, data.labels.masked_fill(data.labels == NO_ANSWER, END), 1.0)
+    return 2 * target.T @ source / (target.sum(0)[:, None] + source.sum(0)).clamp(min=1)
+
+
+def cooccurrence(trace: Trace, sample: Sample) -> Float[Tensor, "*query key"]:
+    """Score the source words by the dictionary's coefficient of the target word that each query predicts."""
+    ids = sample.inputs[0]
+    scores = dictionary()[torch.cat([ids[1:], torch.tensor([END])])][:, ids]
+    return scores if sample.target is None else scores[sample.target]
+
+
+DICTIONARY = "dictionary"
+OF_TOKENS: Mapping[str, Any] = {
+    label: token_scorer(label, function) for label, function in (("diagonal", diagonal), (DICTIONARY, cooccurrence))
+}
+"""The rows of the diagonal and of co-occurrences, besides the usual baselines."""
 
 BY_LAYER: Mapping[str, Any] = {
     "raw": "raw",
@@ -97,6 +126,9 @@ BY_WORD: Mapping[str, Any] = {
     "input_x_gradient": "input_x_gradient",
 }
 """Methods that need a backward pass of the model for each target word."""
+
+CONTROLLED = {RANDOM: [*BY_LAYER, *END_TO_END], NEW_MIXER: [*END_TO_END]}
+"""Methods that explain the controls; the map of one layer does not depend on later mixers."""
 
 RECIPES = {
     "mamba": Recipe(1000, 8e-3, through_operators=True),
@@ -142,7 +174,8 @@ preceding target word (the separator for the first). The gold alignment is exact
 sure links of their word, of which a method that links each target word to its best source word finds one; the noun
 whose gender a modifier takes is a possible link, since the gender also stands in the target. So AER differs from 1 -
 Recall. Candidates are the source words. AER counts the links of all sentences; AP is the mean over target words, for
-the sure links.
+the sure links. `diagonal` links words by their places; `dictionary` links a target word to the source words with which
+it occurs in other sentences, by Dice's coefficient, and reads no layer.
 """
     unit = "sentences"
     caption = (
@@ -153,7 +186,7 @@ the sure links.
     models: ClassVar[Mapping[str, Model]] = {
         name: Model(builder(name, VOCABULARY), recipe) for name, recipe in RECIPES.items()
     }
-    size = Size(16, 6)
+    size = Size(72, 24)
     quick = Size(4, 2)
     views = (
         View(
@@ -176,11 +209,12 @@ the sure links.
         ),
         View(
             "words",
-            "AER and AP, two target words of each sentence",
+            "AER and AP, one target word of each sentence",
             [(model, metric, f"{heading} {label}")
              for metric, label in (("aer", "AER"), ("ap", "AP"))
              for model, heading in HEADINGS.items()],
         ),
+        controlled_view("sentences", "Every target word", MODELS),
     )  # fmt: skip
 
     def loss(self, host: nn.Module, model: str, seed: int, batch: int) -> Tensor:
@@ -199,27 +233,45 @@ the sure links.
     def measure(
         self, hosts: Mapping[str, Callable[[], nn.Module]], seed: int, size: Size, out: Path
     ) -> dict[str, Table]:
-        """Return the tables `sentences`, of every target word, and `words`, of two target words of each sentence."""
-        scored, selection = samples(size.scored, HELD_OUT_SEED), samples(size.selection, SELECTION_SEED)
-        metrics: dict[str, Any] = {"aer": "aer", "ap": "ap", "hit_at_1": "hit_at_1", "entropy": entropy}
+        """Return the tables `sentences`, of every target word, and `words`, of one target word of each sentence."""
+        scored, selection = samples(size.scored, scored_seed(seed)), samples(size.selection, selection_seed(seed))
+        metrics: dict[str, Any] = {"aer": "aer", "ap": "ap", "hit_at_1": "hit_at_1"}
+        metrics["entropy"] = function_metric(entropy)
+        settings: dict[str, Any] = {"progress": False, "batch_size": BATCH}
+        unlearned = ula.evaluate(
+            controls(self.models, hosts, seed),
+            scored,
+            {**BY_LAYER, **END_TO_END},
+            ["ap"],
+            selection=selection,
+            out=out / "controls",
+            **settings,
+        )
+        translated = ula.evaluate(
+            hosts,
+            scored,
+            {**OF_TOKENS, **BY_LAYER, **END_TO_END},
+            metrics,
+            selection=selection,
+            out=out / "sentences",
+            **settings,
+        )
         return {
-            "sentences": ula.evaluate(
-                hosts,
-                scored,
-                {**BASELINE, **BY_LAYER, **END_TO_END},
-                metrics,
-                selection=selection,
-                out=out / "sentences",
-            ),
+            "sentences": Table([*translated, *unlearned]),
             "words": ula.evaluate(
                 hosts,
                 single_words(scored),
-                {**BASELINE, "latim l2": "latim", "logit": "logit", **BY_WORD},
+                {**OF_TOKENS, "latim l2": "latim", "logit": "logit", **BY_WORD},
                 metrics,
                 selection=single_words(selection),
                 out=out / "words",
+                **settings,
             ),
         }
+
+    def remark(self, record: Mapping[str, Any]) -> str:
+        """Return the baselines that win."""
+        return remark(record, "sentences", [DICTIONARY], CONTROLLED, MODELS)
 
     def claims(self, results: Results) -> list[Claim]:
         """Return the claims of LaTIM 4.2 and 4.4, and those of this library."""
@@ -294,10 +346,11 @@ the sure links.
                 Claim.of(
                     f"`{method}` aligns better than every baseline",
                     HERE,
-                    *(lower(method, baseline, every, table) for baseline in BASELINES),
+                    *(lower(method, baseline, every, table) for baseline in (*BASELINES, DICTIONARY)),
                 )
                 for method in methods
             ]
+        claims += of_training("sentences", "ap", CONTROLLED, every)
         return claims
 
     def picture(self, hosts: Mapping[str, Callable[[], nn.Module]], results: Results) -> "Figure":

@@ -11,11 +11,21 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import unilinattn as ula
+from evidence.baselines import (
+    NEW_MIXER,
+    RANDOM,
+    SAME_TOKEN,
+    SAME_TOKEN_ROW,
+    controlled_view,
+    controls,
+    of_training,
+    remark,
+)
 from evidence.claims import HERE, Claim, Results
 from evidence.comparisons import better, within
 from evidence.pictures import figure
-from evidence.study import Model, Size, Study, View
-from evidence.training import HELD_OUT_SEED, SELECTION_SEED, Recipe
+from evidence.study import BATCH, Model, Size, Study, View
+from evidence.training import HELD_OUT_SEED, SELECTION_SEED, Recipe, scored_seed, selection_seed
 from unilinattn.evaluation import Sample, Table
 from unilinattn.examples import accuracy, build
 from unilinattn.examples.tasks import NO_ANSWER, Copying
@@ -48,6 +58,11 @@ END_TO_END: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "integrated gradients": ("integrated_gradients", {"n_steps": 16}),
 }
 """Methods that compose all layers."""
+
+COMPOSED = [name for name in END_TO_END if name != "integrated gradients"]
+CONTROLLED = {RANDOM: [*BY_LAYER, *COMPOSED], NEW_MIXER: COMPOSED}
+"""Methods that explain the controls: integrated gradients take as long as all others, and the map of one layer does not
+depend on later mixers."""
 
 BASELINES = ("random", "recency", "primacy")
 METRICS = ("auc", "ap", "recall_at_k", "hit_at_1")
@@ -112,7 +127,8 @@ width 128 and a Transformer of width 64; the paper fine-tunes pretrained models 
 
 A query is scored against the one key that holds its answer. LaTIM counts that key and its two neighbours, the three
 main diagonals, though a change of the next source token does not change the answer: its numbers stand beside ours for
-that pattern. Methods that keep a layer axis are scored at one layer, chosen on other sequences.
+that pattern. Methods that keep a layer axis are scored at one layer, chosen on other sequences. `same token` marks the
+keys that hold the predicted token. Methods explain the prediction, also that of a model that has not learned the task.
 """
     caption = (
         "Maps of one held-out sequence: rows are the queries that predict the fifty copied tokens, columns the keys. "
@@ -122,12 +138,13 @@ that pattern. Methods that keep a layer axis are scored at one layer, chosen on 
         "mamba2": Model(partial(_build, "mamba2"), Recipe(1500, 4e-3, through_operators=True)),
         "transformer": Model(partial(_build, "transformer"), Recipe(1000, 2e-3)),
     }
-    size = Size(24, 12)
+    size = Size(72, 24)
     quick = Size(2, 2)
     views = (
         _view("answer", "Mamba-2 against the key of the answer", "mamba2"),
         _view("answer", "Transformer against the key of the answer", "transformer"),
         _view("diagonals", "Mamba-2 against the three diagonals, as in the paper", "mamba2", TABLE_2),
+        controlled_view("answer", "The key of the answer", ("mamba2", "transformer")),
     )
 
     def loss(self, host: nn.Module, model: str, seed: int, batch: int) -> Tensor:
@@ -144,22 +161,39 @@ that pattern. Methods that keep a layer axis are scored at one layer, chosen on 
         self, hosts: Mapping[str, Callable[[], nn.Module]], seed: int, size: Size, out: Path
     ) -> dict[str, Table]:
         """Score one random copied token of each sequence against its answer, and against the three diagonals."""
-        methods = {**BY_LAYER, **END_TO_END}
+        methods: Mapping[str, Any] = {**BY_LAYER, **END_TO_END}
         tables = {}
         of_paper = {name: methods[name] for name in ("lrp", *TABLE_2)}
         for gold, models, names in (("answer", hosts, methods), ("diagonals", {"mamba2": hosts["mamba2"]}, of_paper)):
             tables[gold] = ula.evaluate(
                 models,
-                samples(size.scored, HELD_OUT_SEED, gold),
-                names,
+                samples(size.scored, scored_seed(seed), gold),
+                {**SAME_TOKEN_ROW, **names},
                 METRICS,
-                selection=samples(size.selection, SELECTION_SEED, gold),
+                selection=samples(size.selection, selection_seed(seed), gold),
                 select_by="ap",
                 baselines=BASELINES,
                 out=out / gold,
                 progress=False,
+                batch_size=BATCH,
             )
+        unlearned = ula.evaluate(
+            controls(self.models, hosts, seed),
+            samples(size.scored, scored_seed(seed)),
+            {name: methods[name] for name in CONTROLLED[RANDOM]},
+            ["ap"],
+            selection=samples(size.selection, selection_seed(seed)),
+            baselines=BASELINES,
+            out=out / "controls",
+            progress=False,
+            batch_size=BATCH,
+        )
+        tables["answer"] = Table([*tables["answer"], *unlearned])
         return tables
+
+    def remark(self, record: Mapping[str, Any]) -> str:
+        """Return the baselines that win."""
+        return remark(record, "answer", [SAME_TOKEN], CONTROLLED, list(self.models))
 
     def claims(self, results: Results) -> list[Claim]:
         """Return the claims of LaTIM 4.1 and of this library."""
@@ -205,6 +239,12 @@ that pattern. Methods that keep a layer axis are scored at one layer, chosen on 
                 HERE,
                 within("answer", "ap", "latim l2", "logit", every, most=0.05),
             ),
+            Claim.of(
+                "Every method finds more than the keys that hold the predicted token",
+                HERE,
+                *(better("answer", "ap", method, SAME_TOKEN, every) for method in (*BY_LAYER, *END_TO_END)),
+            ),
+            *of_training("answer", "ap", CONTROLLED, every),
             Claim(
                 "Mamba-1 finds less than Mamba-2 by every variant",
                 "LaTIM Table 2",

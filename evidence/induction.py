@@ -11,14 +11,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import unilinattn as ula
+from evidence import baselines
+from evidence.baselines import NEW_MIXER, RANDOM, SAME_TOKEN, SAME_TOKEN_ROW
 from evidence.claims import HERE, Claim, Results
 from evidence.comparisons import Comparison, Relation, better, bounded, within
 from evidence.conv_ssm import ConvSSMForCausalLM
 from evidence.mechanism import VOCABULARY, constructed, mechanism
 from evidence.pictures import COLOURS, figure
 from evidence.rows import number, proportion
-from evidence.study import Model, Size, Study, View
-from evidence.training import HELD_OUT_SEED, SELECTION_SEED, Recipe
+from evidence.study import BATCH, Model, Size, Study, View
+from evidence.training import HELD_OUT_SEED, Recipe, scored_seed, selection_seed
 from unilinattn.evaluation import Sample, Table
 from unilinattn.examples import build
 from unilinattn.examples.tasks import NO_ANSWER, Induction, TaskBatch
@@ -93,6 +95,12 @@ METHODS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "integrated gradients": ("integrated_gradients", {"n_steps": 16}),
 }
 
+BY_LAYER = ("raw", "latim l1", "latim l2", "alti")
+COMPOSED = [name for name in METHODS if name not in (*BY_LAYER, "integrated gradients")]
+CONTROLLED = {RANDOM: [*BY_LAYER, *COMPOSED], NEW_MIXER: COMPOSED}
+"""Methods that explain the controls: integrated gradients take as long as all others, and the map of one layer does not
+depend on later mixers."""
+
 
 def _mamba(blocks: int) -> nn.Module:
     tokens = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
@@ -131,6 +139,8 @@ last one. With the special token, the last token occurs once before. Models of w
 paper's convolution of two taps and selective SSM without norm, gate or residual, either of them alone, and one or two
 Mamba blocks. The paper's sequences have 255 tokens and its trainings up to 204,800 steps of 8.
 
+`same token` marks the keys that hold the predicted token. Methods explain the prediction, also that of a model that has
+not learned the task.
 `construction` is the model of the paper's Eq. 12-17, whose parameters are written down but for the decay A: a state
 without decay (1.0) sums all earlier occurrences, and with one half the last one outweighs the others.
 """
@@ -141,7 +151,7 @@ without decay (1.0) sums all earlier occurrences, and with one half the last one
         "orange."
     )
     models = _models()
-    size = Size(32, 16)
+    size = Size(72, 24)
     views = (
         View(
             "accuracy",
@@ -170,6 +180,7 @@ without decay (1.0) sums all earlier occurrences, and with one half the last one
             ],
             note="Of two layers, the scored one is chosen on other sequences.",
         ),
+        baselines.controlled_view("methods", "The key of the answer", EXPLAINED),
     )
 
     def loss(self, host: nn.Module, model: str, seed: int, batch: int) -> Tensor:
@@ -190,9 +201,9 @@ without decay (1.0) sums all earlier occurrences, and with one half the last one
         accuracies = []
         for model, load in hosts.items():
             heading = "with" if model.endswith("_key") else "without"
-            right = last_answers(load(), task_of(model).sample(ACCURACY_SEQUENCES, HELD_OUT_SEED))
+            right = last_answers(load(), task_of(model).sample(ACCURACY_SEQUENCES, scored_seed(seed)))
             accuracies += proportion(model.removesuffix("_key"), heading, right.tolist())
-        batch = TASKS[""].sample(ACCURACY_SEQUENCES, HELD_OUT_SEED)
+        batch = TASKS[""].sample(ACCURACY_SEQUENCES, scored_seed(seed))
         built = [
             row
             for decay in DECAYS
@@ -200,22 +211,36 @@ without decay (1.0) sums all earlier occurrences, and with one half the last one
         ]
         simple = hosts["conv_ssm"]()
         assert isinstance(simple, ConvSSMForCausalLM)
-        found = mechanism(simple, TASKS[""].sample(MECHANISM_SEQUENCES, HELD_OUT_SEED).input_ids)
+        measured = mechanism(simple, TASKS[""].sample(MECHANISM_SEQUENCES, scored_seed(seed)).input_ids)
+        explained = {model: hosts[model] for model in EXPLAINED}
+        scored, selection = samples(size.scored, scored_seed(seed)), samples(size.selection, selection_seed(seed))
+        settings: dict[str, Any] = {"selection": selection, "progress": False, "batch_size": BATCH}
         table = ula.evaluate(
-            {model: hosts[model] for model in EXPLAINED},
-            samples(size.scored, HELD_OUT_SEED),
-            METHODS,
+            explained,
+            scored,
+            {**SAME_TOKEN_ROW, **METHODS},
             ["hit_at_1", "ap"],
-            selection=samples(size.selection, SELECTION_SEED),
             out=out / "methods",
-            progress=False,
+            **settings,
+        )
+        unlearned = ula.evaluate(
+            baselines.controls(self.models, explained, seed),
+            scored,
+            {name: METHODS[name] for name in CONTROLLED[RANDOM]},
+            ["ap"],
+            out=out / "controls",
+            **settings,
         )
         return {
             "accuracy": Table(accuracies),
             "construction": Table(built),
-            "mechanism": Table([number(name, "value", *pair, model="conv_ssm") for name, pair in found.items()]),
-            "methods": table,
+            "mechanism": Table([number(name, "value", *pair, model="conv_ssm") for name, pair in measured.items()]),
+            "methods": Table([*table, *unlearned]),
         }
+
+    def remark(self, record: Mapping[str, Any]) -> str:
+        """Return the baselines that win."""
+        return baselines.remark(record, "methods", [SAME_TOKEN], CONTROLLED, EXPLAINED)
 
     def claims(self, results: Results) -> list[Claim]:
         """Return the claims of the paper and of this library."""
@@ -310,6 +335,12 @@ without decay (1.0) sums all earlier occurrences, and with one half the last one
                 HERE,
                 *(better("methods", "hit_at_1", method, "random", EXPLAINED) for method in METHODS),
             ),
+            Claim.of(
+                "Every method finds more than the keys that hold the predicted token",
+                HERE,
+                *(better("methods", "ap", method, SAME_TOKEN, EXPLAINED) for method in METHODS),
+            ),
+            *baselines.of_training("methods", "ap", CONTROLLED, EXPLAINED),
             Claim(
                 "Two blocks reach 94.8 % and one 92.9 % on sequences of 255 tokens",
                 f"{paper} Table 2",

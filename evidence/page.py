@@ -23,8 +23,8 @@ random weights; `ARGS="--write"` records the numbers and writes these pages. A s
 
 - Every model is trained from {seeds} seeds. A number is the mean over seeds, with the standard deviation after ±. A
   heading has the number of samples of each seed.
-- The scored samples are drawn from a seed of their own, and the layer of a method that keeps its layers is chosen on
-  others.
+- The models of each seed are scored on samples that no model is trained on, and the layer of a method that keeps its
+  layers is chosen on others.
 - A claim is one comparison or several. A comparison *holds* if the interval of its number lies on the side of the bound
   that it names, is *contradicted* if the interval lies on the other side, and *inconclusive* if the bound is within. A
   claim holds if all its comparisons do, is contradicted if one is, and inconclusive otherwise.

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -19,7 +19,10 @@ FOLDER = Path(__file__).parent
 """Folder of the studies, with the shipped `weights` and the recorded `results`."""
 
 SEEDS = (0, 1, 2)
-"""Seeds of the models, each an initialisation and an order of the training batches."""
+"""Seeds of the models, each an initialisation, an order of the training batches, and samples to score and select."""
+
+BATCH = 12
+"""Most samples that one run of a model explains: each of two processes gets half of the batches of a seed."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,10 @@ class Study(ABC):
     @abstractmethod
     def picture(self, hosts: Mapping[str, Callable[[], nn.Module]], results: Results) -> "Figure":
         """Draw the picture of the study; `hosts` load the models of the first seed."""
+
+    def remark(self, record: Mapping[str, Any]) -> str:
+        """Return sentences that follow from the recorded numbers, for the page."""
+        return ""
 
     def path(self, weights: Path, model: str, seed: int) -> Path:
         """Return the file of a model's weights in the folder `weights`."""

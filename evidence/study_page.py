@@ -19,7 +19,7 @@ def study_page(study: Study, record: Numbers) -> str:
     """Return the page of a recorded study."""
     paragraphs = [f"# {study.title}", study.question, f"Source: {study.source}.", study.text.strip(), _training(record)]
     paragraphs.append(f"![{study.caption}]({study.name}.png)\n\n{study.caption}")
-    paragraphs += [_table(view, record) for view in study.views]
+    paragraphs += [*(_table(view, record) for view in study.views), study.remark(record)]
     paragraphs += [_claims(label, claims, study, record) for label, claims in by_source(record).items()]
     paragraphs.append("[How verdicts are made](../evidence.md#how-it-is-measured)")
     return "\n\n".join(text for text in paragraphs if text) + "\n"

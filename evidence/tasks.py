@@ -47,7 +47,7 @@ class Task:
 
 
 def _words(count: int, seed: int) -> list[Sample]:
-    return alignment.single_words(alignment.samples(count, seed))
+    return alignment.single_words(alignment.samples(count, seed), each=2)
 
 
 TASKS: Mapping[str, Task] = {

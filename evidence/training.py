@@ -23,10 +23,20 @@ STEPS_OF_A_SEED = 1_000_000
 """Seeds of training batches of one model: those from its seed times this number."""
 
 HELD_OUT_SEED = 1_000_000_000
-"""Seed of the scored samples, which no model is trained on."""
+"""Seed of the samples of the recorded accuracies, and the first seed of scored samples; no model is trained on them."""
 
 SELECTION_SEED = 1_000_000_001
-"""Seed of the samples on which layers are chosen; they are neither scored nor trained on."""
+"""The first seed of samples on which layers are chosen; they are neither scored nor trained on."""
+
+
+def scored_seed(seed: int) -> int:
+    """Return the seed of the samples on which the models of a seed are scored."""
+    return HELD_OUT_SEED + 2 * (1 + seed)
+
+
+def selection_seed(seed: int) -> int:
+    """Return the seed of the samples on which layers of the models of a seed are chosen."""
+    return SELECTION_SEED + 2 * (1 + seed)
 
 
 @dataclass(frozen=True)

@@ -91,8 +91,8 @@ def test_the_target_s_own_key_is_apart_if_its_score_contains_the_residual_stream
         Attribution(scores=scores, method="latim", **(labels | {"options": {"target": -1, "residual": True}}))
     )
     assert latim.own == (2, 9.0)
-    # A selected sequence does not record which of the targets was its own.
-    assert panels(composed.select(batch=1))[0].own is None
+    selected = composed.select(batch=1)
+    assert selected.options["target"] == 1 and panels(selected)[0].own == (1, 8.0)
 
 
 def test_attention_sinks_do_not_set_the_scale() -> None:

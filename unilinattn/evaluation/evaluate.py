@@ -101,7 +101,7 @@ def evaluate(
         save_results: whether to store the `Attribution` of every method and sample in the folder `results` of `out`.
         seed: seed of all random choices.
         trust, max_memory, progress: as in `unilinattn.explain`.
-        batch_size: largest number of samples of ids, of one length and target, in one batch; functions take one.
+        batch_size: largest number of samples of ids, of one length, in one batch; functions take one.
 
     Raises `OptionError` for an unknown name or option, for functions with a `batch_size` above 1, and for a layer axis
     without `selection`; `InputError` for data that lack a field that a metric needs, for a metric that is undefined
@@ -144,7 +144,7 @@ def run(
     with bars(progress and processes.rank == 0):
         for number, name in enumerate(plan.models):
             work = _Work(plan, name, number, store, processes, observer or Observer())
-            rows.extend(row for unit in work.measure(work.choose_layers()) for row in unit)
+            rows.extend(work.measure(work.choose_layers()))
     table = Table(rows)
     if store.folder is not None and processes.rank == 0:
         for ending in ("csv", "json"):
@@ -208,9 +208,12 @@ class _Work:
                 self._observer.chosen(scorer.label, pooled)
         return layers
 
-    def measure(self, layers: Mapping[str, int]) -> list[list[Row]]:
-        """Return the rows of each batch."""
-        return self._spread("samples", self._plan.samples, partial(self._rows, layers))
+    def measure(self, layers: Mapping[str, int]) -> list[Row]:
+        """Return the rows of each sample, in the order of the data."""
+        plan = self._plan
+        units = self._spread("samples", plan.samples, partial(self._rows, layers))
+        order = {plan.name_of(index): index for index in range(len(plan.samples))} if plan.batch_size > 1 else {}
+        return sorted((row for unit in units for row in unit), key=lambda row: order.get(row["sample"], 0))
 
     def _spread(
         self, kind: str, samples: Sequence[Sample], compute: Callable[[Mapping[int, Sample]], Any]
@@ -245,7 +248,7 @@ class _Work:
             with self._located(f"{where}, {scorer.label}"):
                 # The scores of one target have the same axes, and take a fraction of the time.
                 if len(batch) > 1 and not _has_layers(
-                    self._run(scorer, traced, "axes", first, replace(sample, target=-1))[0]
+                    self._run(scorer, traced, "axes", {first: replace(sample, target=-1)})[0]
                 ):
                     composed.add(scorer.label)
                     continue
@@ -340,18 +343,19 @@ class _Work:
     ) -> list[list[Attribution]]:
         """Return the results of each sample of a batch, several for random draws."""
         if not scorer.reads_model:
-            return [self._run(scorer, traced, kind, index, sample) for index, sample in batch.items()]
-        result = self._run(scorer, traced, kind, *next(iter(batch.items())))[0]
+            return [self._run(scorer, traced, kind, {index: sample}) for index, sample in batch.items()]
+        result = self._run(scorer, traced, kind, batch)[0]
         if kind == "data":
             result = self._observer.scored(traced, scorer.label, result)
         return [[result]] if len(batch) == 1 else [[result.select(batch=row)] for row in range(len(batch))]
 
-    def _run(self, scorer: Scorer, traced: Trace, kind: str, index: int, sample: Sample) -> list[Attribution]:
+    def _run(self, scorer: Scorer, traced: Trace, kind: str, batch: Mapping[int, Sample]) -> list[Attribution]:
         devices = {weight.device.index for weight in self._host.parameters() if weight.is_cuda}
-        # The seed depends on the sample and the row; the caller's generators are restored.
+        # The seed depends on the first sample and the row; the caller's generators are restored.
         with torch.random.fork_rng(devices=sorted(devices)):
-            torch.manual_seed(self._plan.seed_of(kind, index, scorer.label))
-            return scorer.function(traced, sample, trust=self._plan.trust, max_memory=self._plan.max_memory)
+            torch.manual_seed(self._plan.seed_of(kind, next(iter(batch)), scorer.label))
+            samples = list(batch.values())
+            return scorer.function(traced, samples, trust=self._plan.trust, max_memory=self._plan.max_memory)
 
     def _cases(
         self, traced: Trace, batch: Mapping[int, Sample], results: Sequence[Sequence[Attribution]]

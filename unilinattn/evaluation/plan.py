@@ -128,23 +128,24 @@ class Plan:
 
 
 def batches(samples: Sequence[Sample], most: int) -> list[list[int]]:
-    """Return the indices of consecutive samples of token ids, of one length and target, in batches of at most `most`.
+    """Return the indices of samples of token ids, of one length, in batches of at most `most`, by their first samples.
 
-    Other samples are batches of one.
+    Samples with a target and those without one are apart. Other samples are batches of one.
     """
+    if most == 1:
+        # A lazy sequence of samples is not read beforehand.
+        return [[index] for index in range(len(samples))]
     indices: list[list[int]] = []
-    previous: tuple[Any, ...] | None = None
-    for index in range(len(samples)):
-        # With one sample a batch, a lazy sequence of samples is not read beforehand.
-        sample = samples[index] if most > 1 else None
-        alike = None
-        if sample is not None and isinstance(sample.inputs, Tensor) and not sample.inputs.is_floating_point():
-            alike = (sample.inputs.shape, sample.inputs.dtype, sample.target)
-        if alike is not None and alike == previous and len(indices[-1]) < most:
-            indices[-1].append(index)
-        else:
-            indices.append([index])
-        previous = alike
+    unfilled: dict[Any, list[int]] = {}
+    for index, sample in enumerate(samples):
+        key: Any = index
+        if isinstance(sample.inputs, Tensor) and not sample.inputs.is_floating_point():
+            key = (sample.inputs.shape, sample.inputs.dtype, sample.target is None)
+        batch = unfilled.get(key)
+        if batch is None or len(batch) == most:
+            batch = unfilled[key] = []
+            indices.append(batch)
+        batch.append(index)
     return indices
 
 

@@ -1,6 +1,6 @@
 """The rows of an evaluation: registered methods with options, functions, and baselines that ignore the model."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from unilinattn.options import Options
 from unilinattn.registry import method as registered
 from unilinattn.results.attribution import Attribution
 from unilinattn.scoring.maps import map_shape
-from unilinattn.tracing.trace import Trace
+from unilinattn.tracing.trace import Target, Trace
 from unilinattn.tracing.trust import Trust
 
 BASELINES = ("random", "recency", "primacy")
@@ -31,8 +31,8 @@ class Scorer:
     Attributes:
         label: its label.
         described: its method and options, to compare with those of a stored evaluation.
-        function: `function(trace, sample, trust=, max_memory=)` returns its results, several for random draws.
-        reads_model: whether a call scores all samples of the trace, rather than `sample`.
+        function: `function(trace, samples, trust=, max_memory=)` returns its results, several for random draws.
+        reads_model: whether a call takes all samples of the trace, rather than one of them.
     """
 
     label: str
@@ -55,11 +55,17 @@ def scorer(label: str, method: str | Scorer | Callable[[Trace, Sample], Any], op
     if entry.options is not None and issubclass(entry.options, Options):
         described = entry.options(**options).model_dump()
 
-    def run(trace: Trace, sample: Sample, *, trust: Trust, max_memory: int | None) -> list[Attribution]:
+    def run(trace: Trace, samples: Sequence[Sample], *, trust: Trust, max_memory: int | None) -> list[Attribution]:
         arguments = {"trust": trust, "max_memory": max_memory, "progress": False, **options}
-        return [explain(trace, method=method, target=sample.target, **arguments)]
+        return [explain(trace, method=method, target=_target(samples), **arguments)]
 
     return Scorer(label, {"method": method, "options": described}, run)
+
+
+def _target(samples: Sequence[Sample]) -> Target | None:
+    """Return the target of a batch: the only one, or that of each sample."""
+    targets = [sample.target for sample in samples if sample.target is not None]
+    return targets if len(set(targets)) > 1 else samples[0].target
 
 
 def baseline(name: str) -> Scorer:
@@ -70,7 +76,8 @@ def baseline(name: str) -> Scorer:
     if name not in BASELINES:
         raise OptionError(f"unknown baseline {name!r}{nearest(name, BASELINES)}")
 
-    def run(trace: Trace, sample: Sample, **_: Any) -> list[Attribution]:
+    def run(trace: Trace, samples: Sequence[Sample], **_: Any) -> list[Attribution]:
+        (sample,) = samples
         queries, keys = map_shape(trace.layers[-1])[1:]
         every = sample.target is None and sample.relevant is not None and sample.relevant.ndim == 2
         shape = (queries, keys) if every else (keys,)
@@ -83,7 +90,8 @@ def baseline(name: str) -> Scorer:
 
 
 def _of_function(label: str, function: Callable[[Trace, Sample], Any]) -> Callable[..., list[Attribution]]:
-    def run(trace: Trace, sample: Sample, **_: Any) -> list[Attribution]:
+    def run(trace: Trace, samples: Sequence[Sample], **_: Any) -> list[Attribution]:
+        (sample,) = samples
         scores = function(trace, sample)
         if isinstance(scores, Attribution):
             return [scores]

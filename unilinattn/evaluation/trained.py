@@ -117,8 +117,8 @@ class Intervention:
         index = (self._batch.input_ids == sample.inputs).all(1).nonzero()[0]
         return self._measured[1][int(index)]
 
-    def _scores(self, trace: Trace, sample: Sample, **_: Any) -> list[Attribution]:
-        return [as_result(INTERVENTION, self.effects(trace.host, sample), trace)]
+    def _scores(self, trace: Trace, samples: Sequence[Sample], **_: Any) -> list[Attribution]:
+        return [as_result(INTERVENTION, self.effects(trace.host, sample), trace) for sample in samples]
 
     def _correlation(self, case: Case) -> Measurement:
         # Only the rows that the ranking metrics count.

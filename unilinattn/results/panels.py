@@ -253,7 +253,7 @@ def target_key(result: Scores, batch: int, count: int) -> int | None:
     """Return the target's position among `count` real keys, or None if unknown or if it is the only key."""
     target = result.options.get("target")
     if isinstance(target, list):
-        # A sequence that was selected earlier has not recorded which of several targets was its own.
+        # Without a batch axis, which of several targets is explained is unknown.
         target = target[batch] if "batch" in result.dims or len(target) == 1 else None
     first, count = _of_queries(result, batch, count)
     if not isinstance(target, int) or not -count <= target < count or count == 1:

@@ -128,7 +128,7 @@ class Scores:
         A head is selected by its index in the layer, one of `heads`. `queries` and `keys` name a stream of tokens,
         whose rows or columns the result keeps: `select(queries="decoder", keys="encoder")`. Extras with the axes of
         `dims` without key, or without head and key, are selected alike; other extras are dropped, because their part
-        of the selection is unknown.
+        of the selection is unknown. A sequence keeps its target of several in `options`.
 
         Raises `InputError` if the axis is absent or the position out of range, and `OptionError` if the name is
         unknown.
@@ -155,6 +155,8 @@ class Scores:
                     selected[name] = (selected[name][index],)
             if self.mask is not None:
                 selected["mask"] = self.mask[index : index + 1]
+            if isinstance(targets := self.options.get("target"), list) and isinstance(targets[index], int):
+                selected["options"] = {**self.options, "target": targets[index]}
             selected |= _select_axis(selected, "batch", index)
         if head is not None:
             index = self._head_index(head)
