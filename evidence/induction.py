@@ -360,16 +360,15 @@ without decay (1.0) sums all earlier occurrences, and with one half the last one
         bars.set_yticks(range(len(TABLE_2)), list(TABLE_2))
         bars.invert_yaxis()
         bars.set_xlabel("accuracy (%)")
-        host = hosts["conv_ssm"]()
         batch = TASKS[""].sample(MECHANISM_SEQUENCES, HELD_OUT_SEED)
-        trace = ula.trace(host, batch.input_ids, progress=False)
+        trace = ula.trace(hosts["conv_ssm"](), batch.input_ids, progress=False)
         sizes = ula.analysis.convolution_taps(trace.layers[0]).taps.abs()
-        order = sizes[:, 1].argsort(descending=True)
-        taps.imshow(sizes[order], cmap="magma_r", aspect="auto", interpolation="nearest")
+        by_size = sizes[sizes[:, 1].argsort(descending=True)]
+        taps.imshow(by_size, cmap="magma_r", aspect="auto", interpolation="nearest")
         taps.set_xticks([0, 1], ["current", "previous"])
         taps.set_ylabel("channel")
-        keys, queries = ula.analysis.token_keys(trace, 0, lag=1), ula.analysis.token_queries(trace, 0)
-        match.imshow(ula.analysis.token_similarity(keys, queries).similarity, cmap="RdBu_r", vmin=-1, vmax=1)
+        pair = ula.analysis.token_keys(trace, 0, lag=1), ula.analysis.token_queries(trace, 0)
+        match.imshow(ula.analysis.token_similarity(*pair).similarity, cmap="RdBu_r", vmin=-1, vmax=1)
         match.set_xlabel("query of token")
         match.set_ylabel("key by the previous token")
         weights = trace.layers[0].operator.rows(-1, scope="core", heads=0)[0].abs().flatten().tolist()
@@ -377,8 +376,7 @@ without decay (1.0) sums all earlier occurrences, and with one half the last one
         after = [at for at in range(1, LENGTH - 1) if ids[at - 1] == ids[-1]]
         row.vlines(range(LENGTH), 0, weights, color="#8a90a0", linewidth=1.5)
         row.vlines(after, 0, [weights[at] for at in after], color=COLOURS[1], linewidth=2.5)
-        row.set_xlabel("key")
-        row.set_ylabel("|hidden attention|")
+        row.set(xlabel="key", ylabel="|hidden attention|")
         for ax in (bars, row):
             ax.spines[["top", "right"]].set_visible(False)
         return drawn

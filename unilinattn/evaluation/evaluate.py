@@ -247,13 +247,10 @@ class _Work:
                 continue
             with self._located(f"{where}, {scorer.label}"):
                 # The scores of one target have the same axes, and take a fraction of the time.
-                if len(batch) > 1 and not _has_layers(
-                    self._run(scorer, traced, "axes", {first: replace(sample, target=-1)})[0]
-                ):
-                    composed.add(scorer.label)
-                    continue
-                results = [draws[0] for draws in self._results(scorer, traced, batch, "selection")]
-                if not _has_layers(results[0]):
+                alone = {first: replace(sample, target=-1)}
+                layered = len(batch) == 1 or _has_layers(self._run(scorer, traced, "axes", alone)[0])
+                results = [draws[0] for draws in self._results(scorer, traced, batch, "selection")] if layered else []
+                if not results or not _has_layers(results[0]):
                     composed.add(scorer.label)
                     continue
                 precisions[scorer.label] = [
@@ -354,8 +351,7 @@ class _Work:
         # The seed depends on the first sample and the row; the caller's generators are restored.
         with torch.random.fork_rng(devices=sorted(devices)):
             torch.manual_seed(self._plan.seed_of(kind, next(iter(batch)), scorer.label))
-            samples = list(batch.values())
-            return scorer.function(traced, samples, trust=self._plan.trust, max_memory=self._plan.max_memory)
+            return scorer.function(traced, [*batch.values()], trust=self._plan.trust, max_memory=self._plan.max_memory)
 
     def _cases(
         self, traced: Trace, batch: Mapping[int, Sample], results: Sequence[Sequence[Attribution]]
