@@ -9,7 +9,9 @@ from evidence.convergence import CONVERGED
 from unilinattn.methods.default import CAUSAL, OTHER
 
 DEFAULTS = {"mamba2": OTHER.name, "transformer": CAUSAL.name}
-"""The default method of `explain` on each architecture."""
+"""The method of the default of `explain` on each architecture, here for a logit."""
+
+OF_DEFAULT = "`attn_lrp` on the Transformer and `lrp` on Mamba-2"
 
 MODELS = tuple(DEFAULTS)
 
@@ -65,7 +67,8 @@ def of_methods() -> list[Claim]:
             *(better(task, "ap", "attn_lrp", "logit", EXPLAINED[task]) for task in TASKS),
         ),
         Claim.of(
-            "Of equal tokens that hold the answer, the default finds the one that was asked for more often than chance",
+            f"Of equal tokens that hold the answer, {OF_DEFAULT} find the one that was asked for more often than "
+            "chance",
             HERE,
             *(
                 bounded(task, "right_copy", DEFAULTS[model], [model], ">", 0.5)
@@ -77,12 +80,12 @@ def of_methods() -> list[Claim]:
     for task in TASKS:
         claims += [
             Claim.of(
-                f"{task.capitalize()}: the default ranks the decisive tokens better than every baseline",
+                f"{task.capitalize()}: {OF_DEFAULT} rank the decisive tokens better than every baseline",
                 HERE,
                 *(default(task, "ap", baseline) for baseline in BASELINES),
             ),
             Claim.of(
-                f"{task.capitalize()}: the default ranks tokens by their effects better than every baseline",
+                f"{task.capitalize()}: {OF_DEFAULT} rank tokens by their effects better than every baseline",
                 HERE,
                 *(default(task, "spearman", baseline) for baseline in BASELINES),
             ),

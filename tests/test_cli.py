@@ -153,8 +153,9 @@ def test_the_parts_of_the_default_add_up(checkpoints: Path, tmp_path: Path, caps
     assert "lrp: scores for position 5 ' mat', all layers" in printed
     facts = [f"  {line}" for line in fact_lines(result)]
     assert "\n".join(facts) in printed and any(line.startswith("  bias ") for line in facts)
-    tokens, bias, value = (float(x) for x in re.search(r"tokens (\S+) \+ biases (\S+) = (\S+), the", printed).groups())
-    assert tokens + bias == pytest.approx(value, rel=1e-3, abs=1e-3)
+    parts = re.search(r"tokens (\S+) \+ biases (\S+) \+ remainder (\S+) = (\S+), the model's own log-odds", printed)
+    tokens, bias, rest, value = (float(x) for x in parts.groups())
+    assert tokens + bias + rest == pytest.approx(value, rel=1e-3, abs=1e-3)
     assert value == pytest.approx(float(result.extras["logit"][0]), rel=1e-3)
     assert "the token itself and the residual stream" in printed
 

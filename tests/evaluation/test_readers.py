@@ -138,7 +138,9 @@ def test_evaluate_reads_texts(tmp_path: Path) -> None:
         f"0-{at:06d}-{name}.safetensors" for at in range(2) for name in ("0-recency", "1-lrp", "2-latim_layers=_1_")
     ]
     stored = ula.Attribution.load(files[4])
-    assert torch.equal(stored.scores, ula.explain(mamba(), LONDON, tokenizer=tokenizer(), target=-1).scores)
+    assert torch.equal(
+        stored.scores, ula.explain(mamba(), LONDON, method="lrp", tokenizer=tokenizer(), target=-1).scores
+    )
     with pytest.warns(UserWarning, match="1 of 3"), pytest.raises(ResultFileError, match="save_results is stored"):
         ula.evaluate({"mamba": mamba()}, path, out=tmp_path / "out", **asked)
     with pytest.raises(OptionError, match="save_results stores files"):

@@ -200,10 +200,12 @@ def bar_chart(texts: Sequence[str], scores: Tensor, query: int, query_name: str,
 
 def _sum_line(result: Attribution) -> str:
     """Return the line that adds up the shares of a logit."""
-    bias, value, gap = (float(result.extras[name][0]) for name in ("bias", "logit", "gap"))
+    bias, rest, value, gap = (float(result.extras[name][0]) for name in ("bias", "remainder", "logit", "gap"))
+    log_odds = result.options["measure"] == "log-odds"
+    number, nonlinear = ("log-odds", f" + remainder {rest:.4g}") if log_odds else ("logit", "")
     return (
-        f"  tokens {float(result.scores.sum()):.4g} + biases {bias:.4g} = {value:.4g}, the model's own logit, "
-        f"to {gap:.0e}"
+        f"  tokens {float(result.scores.sum()):.4g} + biases {bias:.4g}{nonlinear} = {value:.4g}, the model's own "
+        f"{number}, to {gap:.0e}"
     )
 
 

@@ -56,10 +56,14 @@ def checked(result: Scores, batch: int = 0) -> str:
 
 
 def sums(result: Scores, batch: int = 0) -> dict[str, str]:
-    """Return the bias and the cancellation of the shares of a logit, where they are one number, and the gap."""
+    """Return the bias and the cancellation of the shares of a logit, where they are one number, and the gap.
+
+    Log-odds have a remainder too, the part that is not linear in the logits.
+    """
     single, entries = one_sequence(result, batch), {}
+    rest = ("remainder",) if result.options.get("measure") == "log-odds" else ()
     if "logit" in single.extras:
-        for name in ("bias", "cancellation"):
+        for name in ("bias", *rest, "cancellation"):
             if (number := only_number(single, name)) is not None:
                 entries[name] = f"{number:.3g}"
     if result.completeness_gap is not None:
@@ -89,7 +93,8 @@ def cancellation(result: Scores, batch: int = 0, quote: Quote = quoted) -> str:
     *first, last = (f"{share:.3g}{note}" for share, note in sorted(terms, key=lambda term: -abs(term[0]))[:3])
     logit = single.extras["logit"]
     value = float(logit[index] if logit.ndim == len(index) else logit)
-    return f"shares cancel{where}: {', '.join(first)} and {last} make a logit of {value:.3g}"
+    number = "log-odds" if result.options.get("measure") == "log-odds" else "a logit"
+    return f"shares cancel{where}: {', '.join(first)} and {last} make {number} of {value:.3g}"
 
 
 def sink_names(ranks: Ranking) -> str:
