@@ -1,6 +1,6 @@
 """Answers that no single token determines: look-ups of shared values, in two hops and of complements; and sums."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -89,11 +89,9 @@ GAPS = "integrated gradients"
 """The method whose completeness gaps are listed."""
 
 
-def _columns(metrics: Mapping[str, str]) -> list[tuple[str, str, str]]:
+def _columns(metrics: Mapping[str, str], models: Sequence[str] = MODELS) -> list[tuple[str, str, str]]:
     return [
-        (model, metric, f"{heading} {label}".strip())
-        for metric, label in metrics.items()
-        for model, heading in HEADINGS.items()
+        (model, metric, f"{HEADINGS[model]} {label}".strip()) for metric, label in metrics.items() for model in models
     ]
 
 
@@ -140,7 +138,7 @@ not explained; a Gated DeltaNet of width 48 did not learn look-ups in 1000 steps
             View(
                 task,
                 task.capitalize(),
-                _columns({**METRICS, **({"right_copy": "asked copy"} if task in WITH_COPIES else {})}),
+                _columns({**METRICS, **({"right_copy": "asked copy"} if task in WITH_COPIES else {})}, EXPLAINED[task]),
                 note="Asked copy: of the keys that hold the answer, how often the best one is that of the question."
                 if task in WITH_COPIES
                 else "",

@@ -27,7 +27,7 @@ from evidence.problems import (
     sums,
 )
 from evidence.reasoning import STUDY, asked_token, right_copy, same_token, sample
-from evidence.reasoning_claims import BASELINES, EXPLAINED, METHODS, TASKS, WITH_COPIES
+from evidence.reasoning_claims import BASELINES, EXPLAINED, METHODS, OF_DEFAULT, TASKS, WITH_COPIES
 from evidence.replaced import effects
 from tests.evidence.tables import made
 from tests.evidence.tables import verdicts as of_claims
@@ -211,8 +211,8 @@ def test_verdicts_follow_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     given, turned = verdicts(order), verdicts(order[::-1])
     for task in ("Shared values", "Sums"):
         for claim in (
-            f"{task}: the default ranks the decisive tokens better than every baseline here",
-            f"{task}: the default ranks tokens by their effects better than every baseline here",
+            f"{task}: {OF_DEFAULT} rank the decisive tokens better than every baseline here",
+            f"{task}: {OF_DEFAULT} rank tokens by their effects better than every baseline here",
             f"{task}: `logit` ranks the decisive tokens better than every baseline here",
         ):
             assert (given[claim], turned[claim]) == ("holds", "contradicted"), claim

@@ -136,7 +136,19 @@ def test_a_record_of_one_checkpoint_keeps_the_numbers_of_the_others() -> None:
     others = [row for row in again["numbers"] if row["checkpoint"] == RECURRENT]
     assert others == [row for row in record["numbers"] if row["checkpoint"] == RECURRENT]
     mine = [row for row in again["numbers"] if row["checkpoint"] == ATTENTION]
-    assert {(row["method"], row["mean"]) for row in mine if row["metric"] == "spearman"} == {("logit", 0.9)}
+    numbers = {(row["method"], row["mean"]) for row in mine if row["metric"] == "spearman"}
+    assert numbers == {("attn_lrp", 0.3), ("logit", 0.9)}
+    assert again["sequences"] == {ATTENTION: read, RECURRENT: read}
+
+
+def test_differences_of_a_former_default_are_left_out() -> None:
+    lines = [*rows(RECURRENT, rankings.DEFAULTS[truths.RECURRENT], [0.3] * 4), *rows(RECURRENT, "raw", [0.1] * 4)]
+    record = real.merged({}, lines, sequences={RECURRENT: {"raw": 1}}, skipped={})
+    assert record["differences"]
+    for line in record["differences"]:
+        line["default"] = "another"
+    again = real.merged(record, rows(RECURRENT, "logit", [0.1] * 4), sequences={RECURRENT: {"logit": 2}}, skipped={})
+    assert again["differences"] == []
 
 
 def test_an_unknown_checkpoint_is_refused() -> None:
