@@ -1,11 +1,12 @@
 """Integrated gradients with as many steps as their completeness needs: one rule for all studies."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import unilinattn as ula
 from unilinattn.evaluation import Case, Sample
 from unilinattn.evaluation.measures import Measurement, Metric
-from unilinattn.evaluation.scorers import Scorer
+from unilinattn.evaluation.scorers import Scorer, target_of
 from unilinattn.host.substitution import through_operators
 from unilinattn.methods import IntegratedGradients
 from unilinattn.options.bases import Baseline
@@ -24,23 +25,23 @@ BASELINE: Baseline = "mean-embedding"
 """Start of the path: the mean embedding at every token."""
 
 
-def integrated_gradients(trace: Trace, sample: Sample) -> Attribution:
-    """Explain the prediction at the target of a sample with the first number of `STEPS` whose gap is small enough.
+def integrated_gradients(trace: Trace, samples: Sequence[Sample]) -> Attribution:
+    """Explain the predictions at the targets of samples with the first number of `STEPS` whose gap is small enough.
 
     The last number is used if none is. Layers run through their operators, which is faster and the same function.
     """
     with through_operators(trace.host):
         for n_steps in STEPS:
             method = IntegratedGradients(baseline=BASELINE, n_steps=n_steps)
-            result = ula.explain(trace, method=method, target=sample.target, progress=False)
+            result = ula.explain(trace, method=method, target=target_of(samples), progress=False)
             assert result.completeness_gap is not None
             if result.completeness_gap <= LARGEST_GAP:
                 break
     return result
 
 
-def _of_batch(trace: Trace, sample: Sample, **_: Any) -> list[Attribution]:
-    return [integrated_gradients(trace, sample)]
+def _of_batch(trace: Trace, samples: Sequence[Sample], **_: Any) -> list[Attribution]:
+    return [integrated_gradients(trace, samples)]
 
 
 CONVERGED = Scorer("integrated gradients", {"baseline": BASELINE, "steps": STEPS, "gap": LARGEST_GAP}, _of_batch)

@@ -139,7 +139,9 @@ def test_signs_and_layers_can_be_chosen(method: str, change: dict[str, Any]) -> 
     assert torch.allclose(scores, expected, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize(("heads", "reduced"), [("max", torch.amax), ("min", torch.amin), ([1, 4], None)], ids=str)
+@pytest.mark.parametrize(
+    ("heads", "reduced"), [("max", torch.amax), ("min", torch.amin), ([1, 4], None)], ids=["max", "min", "several"]
+)
 def test_heads_can_be_reduced_otherwise(heads: Any, reduced: Any) -> None:
     build, cls = HOSTS["vim"]
     host_trace = traced(build())

@@ -57,12 +57,12 @@ def scorer(label: str, method: str | Scorer | Callable[[Trace, Sample], Any], op
 
     def run(trace: Trace, samples: Sequence[Sample], *, trust: Trust, max_memory: int | None) -> list[Attribution]:
         arguments = {"trust": trust, "max_memory": max_memory, "progress": False, **options}
-        return [explain(trace, method=method, target=_target(samples), **arguments)]
+        return [explain(trace, method=method, target=target_of(samples), **arguments)]
 
     return Scorer(label, {"method": method, "options": described}, run)
 
 
-def _target(samples: Sequence[Sample]) -> Target | None:
+def target_of(samples: Sequence[Sample]) -> Target | None:
     """Return the target of a batch: the only one, or that of each sample."""
     targets = [sample.target for sample in samples if sample.target is not None]
     return targets if len(set(targets)) > 1 else samples[0].target
