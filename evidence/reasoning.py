@@ -254,8 +254,9 @@ def selected(host: nn.Module, task: str, count: int, seed: int) -> list[Sample]:
 def of_function(label: str, function: Callable[[Sample], Tensor]) -> Scorer:
     """Return the row of a function that reads no model, for samples in batches."""
 
-    def run(trace: Trace, sample: Sample, **_: Any) -> list[Attribution]:
-        return [as_result(label, function(sample), trace)]
+    def run(trace: Trace, samples: Sequence[Sample], **_: Any) -> list[Attribution]:
+        (only,) = samples
+        return [as_result(label, function(only), trace)]
 
     return Scorer(label, {"function": label}, run, reads_model=False)
 
