@@ -47,7 +47,7 @@ def stackable_layers(trace: Trace, method: str, layers: str | int | Sequence[int
     return selection
 
 
-def layers_from(trace: Trace, method: str, start_layer: float) -> tuple[Layer, ...]:
+def layers_from(trace: Trace, method: str, start_layer: int | float) -> tuple[Layer, ...]:
     """Return the layers from `start_layer` on that have an operator, checked against the host's outputs.
 
     A number between 0 and 1 is a share of the layers.
