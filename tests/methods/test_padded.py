@@ -46,7 +46,13 @@ FUNCTIONS: Mapping[str, Callable[[str], Callable[[Any], Any]]] = {
 PLACES = {("knockout", "edges"): "positions count padding"}
 """Options whose numbers are positions in the padded sequence, with the reason."""
 
-LEFT_OUT: Mapping[tuple[str, str], str] = {}
+LEFT_OUT: Mapping[tuple[str, str], str] = {
+    ("raw", "start_layer"): "belongs to variant='published-code'",
+    **dict.fromkeys(
+        [("raw", "variant"), ("rollout", "variant"), ("attribution", "variant")],
+        "the released code scores images, which are not padded: see test_published",
+    ),
+}
 """Options that are not compared, with the reason."""
 
 VANISHING = dict.fromkeys(

@@ -45,8 +45,10 @@ def _written(call: Call) -> Flow:
     weights, repeats, mixed = attention_weights(call, captured)
     port, source = value_source(call, captured)
     value, output = probe(call, captured, source)
-    flow = add_values(Flow(source, port=port), call, captured, value, repeats).core(Dense(weights))
-    flow = add_output(flow, call, captured, mixed, output)
+    flow = Flow(source, port=port)
+    add_values(flow, call, captured, value, repeats)
+    flow.core(Dense(weights))
+    add_output(flow, call, captured, mixed, output)
     unmapped = next((stage for stage in flow.chain if isinstance(stage, Unmapped)), None)
     if unmapped is None:
         return flow

@@ -14,7 +14,6 @@ from unilinattn.call.exactness import layer_tolerance, relative_error, tolerance
 from unilinattn.call.stored import Stored, matrix_of
 from unilinattn.errors import UncoveredError
 from unilinattn.operator.flow import Flow
-from unilinattn.operator.stages import Unmapped
 
 
 def probe(call: Call, seen: Captured, source: Tensor) -> tuple[Affine, Affine]:
@@ -113,12 +112,13 @@ def gated_output(call: Call, seen: Captured) -> tuple[Tensor, Affine] | None:
     return gate_of_result, _affine(torch.cat(outputs), inner)
 
 
-def add_values(flow: Flow, call: Call, seen: Captured, value: Affine, repeats: int) -> Flow:
+def add_values(flow: Flow, call: Call, seen: Captured, value: Affine, repeats: int) -> None:
     """Append the map to the values, each value head repeated for its query heads.
 
     If it misses the captured values, the map is not affine: append an unmapped stage that gives the reason.
     """
     weight, bias = value
+    missed = values_missed(functional.linear(flow.value.detach(), matrix_of(weight), bias), call, seen)
     head_dim = seen.record.value.shape[-1]
 
     def repeated(rows: Tensor) -> Tensor:
@@ -127,53 +127,42 @@ def add_values(flow: Flow, call: Call, seen: Captured, value: Affine, repeats: i
     if repeats > 1:
         weight = weight.then(repeated) if isinstance(weight, Stored) else repeated(weight)
         bias = repeated(bias)
-    # The check of the layer needs these values too, and the flow computes them once.
-    mapped = flow.copy().matrix(weight, bias, role="input")
-    missed = values_missed(mapped.value, call, seen, repeats)
     if missed > tolerance("attention", seen.record.value.dtype):
         reason = _not_affine(
             call, "from its input to its values", missed, "a norm on the values, or values kept in a latent"
         )
-        return flow.unmapped("input", reason, weight.shape[0])
-    return mapped
+        flow.unmapped("input", reason, weight.shape[0])
+    else:
+        flow.matrix(weight, bias, role="input")
 
 
-def values_missed(values: Tensor, call: Call, seen: Captured, repeats: int = 1) -> float:
+def values_missed(values: Tensor, call: Call, seen: Captured) -> float:
     """Return the relative error of values (batch, key, head * channel) against those of the captured call."""
-    captured = call.tensor(seen.record.value).repeat_interleave(repeats, dim=1)
-    return relative_error(values, captured.transpose(1, 2).flatten(2))
+    return relative_error(values, call.tensor(seen.record.value).transpose(1, 2).flatten(2))
 
 
 def add_output(flow: Flow, call: Call, seen: Captured, mixed: Tensor, output: Affine) -> Flow:
     """Append the map from the attention's result to the output: a matrix, or a gate and a matrix.
 
-    `mixed`: the result, weights times values, (batch, query, head * channel), of a flow whose values are unmapped. If
-    neither gives the observed output of the queries that have keys, append an unmapped stage that gives the reason.
+    `mixed`: the result, weights times values, (batch, query, head * channel). If neither gives the observed output of
+    the queries that have keys, append an unmapped stage that gives the reason.
     """
     if call.output is None:
         return flow.matrix(*output, role="output")
+    limit, gate = tolerance("attention", seen.record.value.dtype), None
     rows = seen.record.has_keys.unsqueeze(-1).to(call.output)
-    is_mapped = not any(isinstance(stage, Unmapped) for stage in flow.chain)
-
-    def with_output(gate: Tensor | None, output: Affine) -> tuple[Flow, float]:
-        """Return a flow with these stages, and the relative error of its output."""
-        mapped = flow.copy().scale(gate, role="gate").matrix(*output, role="output")
-        if is_mapped:
-            # The check of the layer needs this value too, and the flow computes it once.
-            value = mapped.value.detach()
-        else:
-            value = functional.linear(mixed if gate is None else mixed * gate, matrix_of(output[0]), output[1])
-        return mapped, relative_error(value * rows, call.output * rows)
-
-    limit = tolerance("attention", seen.record.value.dtype)
-    mapped, missed = with_output(None, output)
-    gated = gated_output(call, seen) if missed > limit else None
-    if gated is not None:
-        mapped, missed = with_output(*gated)
+    with torch.no_grad():
+        missed = relative_error(functional.linear(mixed, matrix_of(output[0]), output[1]) * rows, call.output * rows)
+        gated = gated_output(call, seen) if missed > limit else None
+        if gated is not None:
+            gate, output = gated
+            missed = relative_error(
+                functional.linear(mixed * gate, matrix_of(output[0]), output[1]) * rows, call.output * rows
+            )
     if missed > limit:
         reason = _not_affine(call, "from its attention's result to its output", missed, "a norm on the result")
         return flow.unmapped("output", reason, call.output.shape[-1])
-    return mapped
+    return flow.scale(gate, role="gate").matrix(*output, role="output")
 
 
 def _run(module: nn.Module, call: Call, seen: Captured, **instead: Tensor) -> Tensor:

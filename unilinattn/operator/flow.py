@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from copy import copy
 
 import torch
 from torch import Tensor
@@ -104,14 +103,6 @@ class Flow:
         for port, stages in self._stages.items():
             stages.append(stage if port == self.port else stage.unbiased())
         self._pending.append(stage)
-
-    def copy(self) -> "Flow":
-        """Return a flow with the same stages, to try further ones on: their values are computed once for both."""
-        self.deferred()
-        other = copy(self)
-        other.inputs, other.mixed, other._pending = dict(self.inputs), list(self.mixed), []
-        other._stages = {port: list(stages) for port, stages in self._stages.items()}
-        return other
 
     def fork(self) -> "Flow":
         """Return a new flow from the current value, for one chain of a branch."""
