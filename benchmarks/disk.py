@@ -171,7 +171,8 @@ def section(records: list[dict[str, Any]]) -> str:
         error = f"{record['reconstruction_error']:.0e}"
         rows.append((record["model"], f"{record['weights_mib']:,} MiB", record["tokens"], *cells, error))
     cpu = records[0]["machine"]
-    return f"{table(head, rows)}\n\n{cpu['cpu']}, {cpu['threads']} threads, {cpu['memory']}; torch {cpu['torch']}."
+    machine_text = f"{cpu['cpu']}, {cpu['threads']} of {cpu['cores']} cores, {cpu['memory']}; torch {cpu['torch']}."
+    return f"{table(head, rows)}\n\n{machine_text}"
 
 
 def main() -> None:

@@ -74,14 +74,14 @@ def kinds(methods: str = "", howto: str = "../howto/") -> str:
         (
             "encoder, vision Transformer",
             f'{link("lrp")} with measure="log-odds", the default',
-            "adds up to the log-odds exactly",
+            "adds up to the log-odds exactly, with a remainder of the other tokens' entropy",
             "no pretrained vision Transformer was measured",
             _by_how_much(record, BIDIRECTIONAL),
         ),
         (
             "linear RNN, state-space model",
             f'{link("lrp")} with measure="log-odds", the default',
-            "adds up to the log-odds exactly",
+            "adds up to the log-odds exactly, with a remainder of the other tokens' entropy",
             f"counts what tokens send; {effects} measures what they decide",
             _by_how_much(record, RECURRENT),
         ),

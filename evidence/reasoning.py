@@ -168,7 +168,7 @@ not explained; a Gated DeltaNet of width 48 did not learn look-ups in 1000 steps
         self, hosts: Mapping[str, Callable[[], nn.Module]], seed: int, size: Size, out: Path
     ) -> dict[str, Table]:
         """Return the tables of the views."""
-        # Each seed has problems of its own; the seeds of scored and of selection problems take turns.
+        # Each seed of a model scores other problems, and selects layers on others again.
         scored_seed, selection_seed = HELD_OUT_SEED + 2 * seed, SELECTION_SEED + 2 * seed
         rows: dict[str, list[Mapping[str, Any]]] = {view.table: [] for view in self.views}
         for task in TASKS:

@@ -33,10 +33,12 @@ def test_log_odds_weight_the_other_logits_by_their_probabilities(name: str, meth
 
 def test_the_parts_of_log_odds_add_up() -> None:
     with promoted():
-        result = explained(traced("mamba"), "logit", measure="log-odds")
+        trace = traced("mamba")
+        result = explained(trace, "logit", measure="log-odds", logit=3)
     total = result.scores.double().sum(1) + result.extras["bias"] + result.extras["remainder"]
     assert torch.allclose(total, result.extras["logit"], rtol=1e-6, atol=1e-9)
-    assert bool(result.extras["remainder"].any())
+    others = trace.output.logits[:, -1].double().index_fill(1, torch.tensor([3]), -torch.inf).softmax(1)
+    assert torch.allclose(result.extras["remainder"], others.xlogy(others).sum(1), rtol=1e-6)
 
 
 def test_a_certain_prediction_has_log_odds_whose_shares_do_not_vanish() -> None:

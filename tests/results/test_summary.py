@@ -110,6 +110,13 @@ def test_log_odds_are_named() -> None:
     assert "explains the log-odds of token 7 ' Paris' at position 1 ' The' = 17.43" in text
 
 
+def test_a_pair_has_no_log_odds_and_generated_tokens_have() -> None:
+    pair = repr(of_target(options={"logit": [7, 9], "measure": "log-odds", "target": 1}, logit_names=None))
+    assert "the difference of the logits of tokens 7 and 9" in pair and "log-odds of" not in pair
+    generated = repr(of_queries(options={"logit": [[7, 9, 7, 9]], "measure": "log-odds", "target": [[0, 1, 2, 3]]}))
+    assert "explains the log-odds of the generated token" in generated
+
+
 def test_keys_without_texts_are_positions_among_real_tokens() -> None:
     mask = torch.tensor([[False, False, True, True, True, True]])
     text = repr(of_target(tokens=None, mask=mask, logit_names=None))

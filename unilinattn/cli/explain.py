@@ -19,6 +19,7 @@ from unilinattn.methods.run import explain
 from unilinattn.methods.targets import position_of
 from unilinattn.registry import method as registered
 from unilinattn.results.attribution import Attribution
+from unilinattn.results.explained import number_name
 from unilinattn.results.panels import counts_residual
 from unilinattn.results.summary import cancellation, fact_lines
 from unilinattn.tracing.layer import Layer
@@ -201,8 +202,8 @@ def bar_chart(texts: Sequence[str], scores: Tensor, query: int, query_name: str,
 def _sum_line(result: Attribution) -> str:
     """Return the line that adds up the shares of a logit."""
     bias, rest, value, gap = (float(result.extras[name][0]) for name in ("bias", "remainder", "logit", "gap"))
-    log_odds = result.options["measure"] == "log-odds"
-    number, nonlinear = ("log-odds", f" + remainder {rest:.4g}") if log_odds else ("logit", "")
+    number = number_name(result)
+    nonlinear = f" + remainder {rest:.4g}" if number == "log-odds" else ""
     return (
         f"  tokens {float(result.scores.sum()):.4g} + biases {bias:.4g}{nonlinear} = {value:.4g}, the model's own "
         f"{number}, to {gap:.0e}"

@@ -53,8 +53,8 @@ def explain_generation(
     Scores: (batch 1, query, key), with a `layer` axis in front for a method that keeps one. The queries are the
     generated tokens, labelled by `query_tokens`, and the keys are the tokens of the finished text, the prompt's first.
     The scores of a token itself and of those behind it are zero. Extras have the query axis too: with `logit`, the
-    shares and `bias` of a row sum to its `logit`, up to its `gap`. `completeness_gap` is that of the worst row. The
-    options "target" and "logit" of the result hold the position and the id of each row.
+    shares, `bias` and `remainder` of a row sum to its `logit`, up to its `gap`. `completeness_gap` is that of the worst
+    row. The options "target" and "logit" of the result hold the position and the id of each row.
 
     Cost: one generation, one trace, and the method for one target a token; `logit`, `lrp` and the other methods of the
     frozen model share one run of it, and each token costs a backward pass.
@@ -64,7 +64,7 @@ def explain_generation(
         prompt: a text, its token ids (1, length), or a mapping with `input_ids`.
         tokenizer: the tokenizer of the prompt, which also labels the tokens.
         max_new_tokens: largest number of generated tokens; fewer if the model ends its text.
-        method: name of the method, by default `logit`.
+        method: name of the method, by default that of `explain`.
         generate_kwargs: further arguments of `model.generate`, such as {"do_sample": True}; greedy by default.
         tokens: labels of the finished text's tokens, or a tokenizer for them.
         bos, max_memory, progress, trust: as in `explain`.

@@ -50,8 +50,8 @@ def sentence(clause: str) -> str:
 def explained_clause(result: Scores, batch: int = 0, quote: Quote = quoted) -> str:
     """Return the explained value of a sequence: the target, its token and the logit, where recorded.
 
-    A centred logit is one less the mean of all logits, and log-odds are log p - log(1 - p). `quote`
-    turns the text of a token into that of the clause.
+    A centred logit is one less the mean of all logits, and log-odds are log p - log(1 - p). `quote` turns the text of a
+    token into that of the clause.
     """
     single = one_sequence(result, batch)
     where = _where(result, single, batch, quote)
@@ -63,22 +63,37 @@ def explained_clause(result: Scores, batch: int = 0, quote: Quote = quoted) -> s
     if unit == "class" and value is not None and target_key(result, batch, _count(single)) not in (result.cls or ()):
         # The logits of classes have no position.
         where = ""
-    subject = f"the logit of the model's prediction{names[0]}"
+    kind = number_name(result)
+    subject = f"the {kind} of the model's prediction{names[0]}"
     if isinstance(choice, int):
-        subject = f"the logit of {unit} {choice}{names[0]}"
-    elif isinstance(choice, list) and "query" in result.dims and result.options.get("target") is not None:
-        subject = "the logit of the generated token"
+        subject = f"the {kind} of {unit} {choice}{names[0]}"
+    elif _is_generated(result):
+        subject = f"the {kind} of the generated token"
     elif isinstance(choice, list):
         first, second = (f"{index}{name}" for index, name in zip(choice, names, strict=True))
         subject = f"the difference of the logits of {'classes' if unit == 'class' else 'tokens'} {first} and {second}"
     elif choice is not None:
         subject = f"the function {choice}"
-    if choice is None or isinstance(choice, int):
-        measure = result.options.get("measure")
-        subject = subject.replace("the logit", "the log-odds", 1) if measure == "log-odds" else subject
-        subject += ", centred," if measure == "centered" else ""
+    if result.options.get("measure") == "centered" and _is_one_logit(result):
+        subject += ", centred,"
     equal = "" if (number := only_number(single, "logit")) is None else f" = {number:.4g}"
     return f"explains {subject} {where}".rstrip(" ,") + equal
+
+
+def number_name(result: Scores) -> str:
+    """Return "log-odds" or "logit", by the option `measure`; a pair and a function of the output have no log-odds."""
+    return "log-odds" if result.options.get("measure") == "log-odds" and _is_one_logit(result) else "logit"
+
+
+def _is_one_logit(result: Scores) -> bool:
+    choice = result.options.get("logit")
+    return choice is None or isinstance(choice, int) or _is_generated(result)
+
+
+def _is_generated(result: Scores) -> bool:
+    """Whether each row explains a generated token, whose id and target the options list."""
+    is_listed = isinstance(result.options.get("logit"), list) and result.options.get("target") is not None
+    return is_listed and "query" in result.dims
 
 
 def only_number(single: Scores, name: str) -> float | None:

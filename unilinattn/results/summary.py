@@ -1,7 +1,7 @@
 """The facts of a result in plain text: its explained value, its largest scores, its sums and its errors."""
 
 from unilinattn.aligned import aligned
-from unilinattn.results.explained import Quote, explained_clause, only_number, quoted
+from unilinattn.results.explained import Quote, explained_clause, number_name, only_number, quoted
 from unilinattn.results.panels import one_sequence
 from unilinattn.results.ranking import Ranked, Ranking, SequenceLabels, ranking
 from unilinattn.results.scores import Scores, axes_text, count_kinds, largest_error
@@ -61,7 +61,7 @@ def sums(result: Scores, batch: int = 0) -> dict[str, str]:
     Log-odds have a remainder too, the part that is not linear in the logits.
     """
     single, entries = one_sequence(result, batch), {}
-    rest = ("remainder",) if result.options.get("measure") == "log-odds" else ()
+    rest = ("remainder",) if number_name(result) == "log-odds" else ()
     if "logit" in single.extras:
         for name in ("bias", *rest, "cancellation"):
             if (number := only_number(single, name)) is not None:
@@ -93,7 +93,7 @@ def cancellation(result: Scores, batch: int = 0, quote: Quote = quoted) -> str:
     *first, last = (f"{share:.3g}{note}" for share, note in sorted(terms, key=lambda term: -abs(term[0]))[:3])
     logit = single.extras["logit"]
     value = float(logit[index] if logit.ndim == len(index) else logit)
-    number = "log-odds" if result.options.get("measure") == "log-odds" else "a logit"
+    number = "a logit" if number_name(result) == "logit" else "log-odds"
     return f"shares cancel{where}: {', '.join(first)} and {last} make {number} of {value:.3g}"
 
 
