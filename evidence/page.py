@@ -12,8 +12,8 @@ from evidence.study_page import by_source, size_text
 
 INTRODUCTION = """# Evidence
 
-Which method finds the truth, on which model? No conclusion on these pages is written by hand: a verdict follows from
-the numbers, and a claim that the data cannot test says so.
+Which method finds the truth, on which model? Numbers and verdicts on these pages are written by code, a verdict from its
+numbers, and a claim that the data cannot test says so.
 """
 
 MEASURED = """## How it is measured
