@@ -12,7 +12,7 @@ from evidence.study_page import by_source, size_text
 
 INTRODUCTION = """# Evidence
 
-Which method finds the truth, on which model? Numbers and verdicts on these pages are written by code, a verdict from its
+Which method finds the truth, on which model? Code writes the numbers and verdicts of these pages, each verdict from its
 numbers, and a claim that the data cannot test says so.
 """
 
