@@ -130,13 +130,13 @@ def used(field):
 
 
 torch.manual_seed(0)
-model = MambaForCausalLM(MambaConfig(num_hidden_layers=10, hidden_size=256, vocab_size=50)).eval()
+model = MambaForCausalLM(MambaConfig(num_hidden_layers=20, hidden_size=256, vocab_size=50)).eval()
 with using("numba" if find_spec("numba") else None):  # which long inputs use: loaded before the measurement
     ula.trace(model, torch.randint(50, (1, 8)), progress=False).gradient(-1)
 found = ula.trace(model, torch.randint(50, (1, 512)), progress=False)
 for layer in found.layers:
     layer.operator
-# Free pages of the trace are returned, so that none of them serves the gradient: 0.1 MB of growth instead of 100.
+# Free pages of the trace are returned, so that none of them serves the gradient.
 ctypes.CDLL(None).malloc_trim(0)
 open("/proc/self/clear_refs", "w").write("5")  # the highest use so far is forgotten
 before = used("VmRSS")
