@@ -15,6 +15,7 @@ from tests.fla.recurrences import frozen
 from tools.coverage_runs import models
 from unilinattn import registry, trace
 from unilinattn.errors import UncoveredError
+from unilinattn.frozen.passes import HALF
 from unilinattn.frozen.run import FrozenRun
 from unilinattn.testing import HOST_LAWS, OPERATOR_LAWS, Host, relative_error, tolerance
 from unilinattn.testing.checks import fresh, left_as_found, variant
@@ -157,9 +158,9 @@ def test_recorded_operators_equal_those_of_the_adapters(host: Host) -> None:
         for name in RECORDED:
             del registry._hosts[name]
         recorded = trace(host.model(), host.inputs())
-        relevance = FrozenRun(recorded, rule="half").complete_shares(-1, 1).tokens
+        relevance = FrozenRun(recorded, rule=HALF).complete_shares(-1, 1).tokens
     written = traced(host, "plain")
-    expected = FrozenRun(written, rule="half").complete_shares(-1, 1).tokens
+    expected = FrozenRun(written, rule=HALF).complete_shares(-1, 1).tokens
     assert float((relevance - expected).abs().max() / expected.abs().max()) <= 1e-5
     assert {layer.architecture for layer in recorded.layers} <= {"recorded", *BY_CODE}
     for one, other in zip(map(doubled, recorded.layers), map(doubled, written.layers), strict=True):

@@ -23,6 +23,7 @@ from tests.shared import exact_trace
 from unilinattn.errors import UncoveredError
 from unilinattn.frozen import passes
 from unilinattn.frozen.layers import frozen_output
+from unilinattn.frozen.passes import FREEZE, HALF, Rule
 from unilinattn.frozen.run import frozen
 from unilinattn.frozen.shares import Shares
 from unilinattn.mixers import DiagonalDecay
@@ -54,7 +55,7 @@ WITHOUT_BIASES = {"basic/mamba, no conv bias", "basic/llama, grouped queries", "
 """Hosts without biases and without added constants; xLSTM has sigmoid gates."""
 
 
-def _relevance(host: Host, rule: str = "half") -> Shares:
+def _relevance(host: Host, rule: Rule = HALF) -> Shares:
     trace = exact_trace(host)
     with promoted():
         return frozen(trace, rule=rule).shares(-1, scalar_of(trace))
@@ -132,7 +133,7 @@ def _misses(name: str) -> float:
     (grad,) = torch.autograd.grad(logit.sum(), x)
     expected = (grad * x).sum(-1).detach()
     with promoted():
-        relevance = frozen(ula.trace(model, token_ids(), progress=False), rule="half").shares(-1, 3)
+        relevance = frozen(ula.trace(model, token_ids(), progress=False), rule=HALF).shares(-1, 3)
     assert torch.allclose(logit.detach(), relevance.value, rtol=1e-9)
     bias = logit.detach() - expected.sum(1)
     worst = torch.maximum((relevance.tokens - expected).abs().max(), (relevance.bias - bias).abs().max())
@@ -145,7 +146,7 @@ def test_relevances_equal_those_of_detached_models(name: str) -> None:
 
 
 def test_a_frozen_gate_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    def gate_frozen(layer: Any, arguments: Any) -> tuple[Tensor, list[Tensor]]:
+    def gate_frozen(layer: Any, arguments: Any, gamma: float) -> tuple[Tensor, list[Tensor]]:
         with torch._C.DisableTorchFunction():
             return frozen_output(layer, arguments), []
 
@@ -167,18 +168,18 @@ def test_a_frozen_half_of_a_glu_is_detected(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("name", ["basic/gpt2", "reference/h3, three heads", "reference/multi-head hyena", "basic/s4d"])
 def test_models_without_a_gate_to_share_with_have_the_shares_of_the_freeze_rule(name: str) -> None:
     # GPT-2 writes GELU out in code, H3 gates inside of its core, and S4D gates by a sigmoid.
-    relevance, shares = _relevance(HOSTS[name]), _relevance(HOSTS[name], "freeze")
+    relevance, shares = _relevance(HOSTS[name]), _relevance(HOSTS[name], FREEZE)
     assert torch.allclose(relevance.tokens, shares.tokens, rtol=1e-10, atol=1e-13)
 
 
 def test_float32_relevance_is_conserved() -> None:
     trace = ula.trace(HOSTS["basic/mamba2"].model(), HOSTS["basic/mamba2"].inputs(), progress=False)
-    relevance = frozen(trace, rule="half").complete_shares(-1, 1)
+    relevance = frozen(trace, rule=HALF).complete_shares(-1, 1)
     assert float((relevance.gap / relevance.size).max()) <= 1e-6
 
 
 def test_the_culprit_of_a_gap_is_found_by_the_same_rule() -> None:
-    run = frozen(ula.trace(mamba_model(), token_ids(), progress=False), rule="half")
+    run = frozen(ula.trace(mamba_model(), token_ids(), progress=False), rule=HALF)
     assert run.culprit() is None
     assert len(run.outputs) == len(run.mixed) == 2
 
@@ -190,7 +191,7 @@ def test_a_gate_with_an_unknown_function_is_refused_by_name(monkeypatch: pytest.
         _ = layer.operator
     monkeypatch.setattr("unilinattn.architectures.mamba.silu", torch.special.bessel_j0)
     with pytest.raises(UncoveredError, match=r"mixer \(MambaMixer\) calls '.*bessel_j0'"):
-        frozen(trace, rule="half")
+        frozen(trace, rule=HALF)
 
 
 def test_factors_of_mixers_are_constants_only_in_a_frozen_run() -> None:

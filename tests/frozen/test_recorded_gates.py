@@ -14,6 +14,7 @@ from tests.hosts import named
 from tests.tracing.models import WIDTH, Block, Model, added, ids
 from unilinattn import registry
 from unilinattn.frozen import layers
+from unilinattn.frozen.passes import FREEZE, HALF
 from unilinattn.frozen.run import frozen
 from unilinattn.frozen.shares import Shares
 from unilinattn.operator.flow import Flow
@@ -45,7 +46,7 @@ def exact(host: Host) -> Trace:
 
 
 def relevance(traced: Trace) -> Shares:
-    return frozen(traced, rule="half").complete_shares(-1, scalar_of(traced))
+    return frozen(traced, rule=HALF).complete_shares(-1, scalar_of(traced))
 
 
 def difference(name: str) -> float:
@@ -102,7 +103,7 @@ def gated(gate: Callable[[Tensor], Tensor]) -> Trace:
 
 
 def gates_matter(traced: Trace) -> bool:
-    by_rule = [frozen(traced, rule=rule).complete_shares(-1, 1).tokens for rule in ("half", "freeze")]
+    by_rule = [frozen(traced, rule=rule).complete_shares(-1, 1).tokens for rule in (HALF, FREEZE)]
     return float((by_rule[0] - by_rule[1]).abs().max() / by_rule[1].abs().max()) > 1e-3
 
 

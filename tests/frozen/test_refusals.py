@@ -214,9 +214,7 @@ def test_shares_do_not_depend_on_the_gradient_mode(mode: Any) -> None:
     assert not shares.tokens.requires_grad
 
 
-def test_an_unknown_rule_and_two_streams_are_errors() -> None:
-    with pytest.raises(OptionError, match="unknown rule 'halves'"):
-        frozen(ula.trace(mamba_model(), token_ids(), progress=False), rule="halves")
+def test_unknown_shares_are_an_error() -> None:
     # With checked signatures the literal is refused before.
     with pytest.raises((OptionError, TypeCheckError), match="'layers'"):
         frozen(ula.trace(mamba_model(), token_ids(), progress=False)).shares(by="layers")

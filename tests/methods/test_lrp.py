@@ -5,6 +5,7 @@ import torch
 
 import unilinattn as ula
 from tests.methods.hosts import traced
+from unilinattn.frozen.passes import HALF
 from unilinattn.frozen.run import frozen
 
 
@@ -12,7 +13,7 @@ from unilinattn.frozen.run import frozen
 def test_scores_and_extras_are_those_of_the_half_rule(name: str) -> None:
     trace = traced(name)
     result = ula.explain(trace, method="lrp", target=-1, logit=(2, 5))
-    relevance = frozen(trace, rule="half").shares(-1, (2, 5))
+    relevance = frozen(trace, rule=HALF).shares(-1, (2, 5))
     assert result.dims == ("batch", "key") and result.method == "lrp" and result.scope is None
     assert torch.allclose(result.scores, relevance.tokens.to(result.scores), rtol=1e-9)
     assert torch.allclose(result.extras["bias"], relevance.bias, rtol=1e-9)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,9 +19,11 @@ from unilinattn.host.isolation import isolated
 from unilinattn.host.module_calls import layer_input
 from unilinattn.host.recorder import MAIN
 from unilinattn.memory import return_free_pages
+from unilinattn.mixers import CoreMixer, Reversed, Toeplitz
 from unilinattn.operator.flow import Flow, evaluated_by
-from unilinattn.operator.stages import WHOLE, Branch, Scale, Stage, Unmapped, walk
+from unilinattn.operator.stages import WHOLE, Branch, Matrix, Mix, Scale, Stage, Unmapped, walk
 from unilinattn.registry import UNREGISTERED, architecture_of
+from unilinattn.rules.gamma import emphasised
 from unilinattn.tracing.layer import Layer
 
 
@@ -167,7 +170,7 @@ def _require_recorded(layer: Layer, name: str, value: Tensor, recorded: Tensor) 
         )
 
 
-def live_output(layer: Layer, arguments: Mapping[str, Any]) -> tuple[Tensor, list[GradientEdge]]:
+def live_output(layer: Layer, arguments: Mapping[str, Any], gamma: float) -> tuple[Tensor, list[GradientEdge]]:
     """Return the recorded output of a layer with the derivative of its live flow, and the edges after its cores.
 
     Runs inside `Freezing(half=True)`, which multiplies by the gates: a value and its gate each get half of the
@@ -175,14 +178,14 @@ def live_output(layer: Layer, arguments: Mapping[str, Any]) -> tuple[Tensor, lis
     are constants: the matrices of token mixers, the slopes of activations and the scales of norms. Gates that an
     adapter reads from a capture of the host's run are constants too, and so are those of a recorded module that is one
     stage or has a function without a rule. A layer that reads several tensors is its frozen operator, without edges
-    after its cores.
+    after its cores. Matrices and short convolutions follow the gamma rule (see `rules.gamma`); 0 is none.
     """
     with torch._C.DisableTorchFunction():
         values = _port_values(layer, arguments)
         ((port, x), *others) = values.items()
         if others or not x.requires_grad:
             return frozen_output(layer, arguments), []
-    with evaluated_by(_evaluate):
+    with evaluated_by(partial(_evaluate, gamma=gamma)):
         shape = layer.input.shape if port == "x" else layer.operator.inputs[port].shape
         flow = _flow(layer, port, layer.as_read(x.to(layer.input.dtype), shape))
         computed, mixed = flow.value, [get_gradient_edge(value()) for value in flow.mixed]
@@ -208,16 +211,53 @@ def _flow(layer: Layer, port: str, x: Tensor) -> Flow:
     return flow
 
 
-def _evaluate(stages: Sequence[Stage], x: Tensor) -> Tensor:
+def _evaluate(stages: Sequence[Stage], x: Tensor, *, gamma: float) -> Tensor:
     """Apply stages to a carried tensor; of the scales only gates are carried too."""
     for stage in stages:
         if isinstance(stage, Branch):
-            x = torch.stack([_evaluate(chain, x) for chain in stage.chains]).sum(0)
+            x = torch.stack([_evaluate(chain, x, gamma=gamma) for chain in stage.chains]).sum(0)
         elif isinstance(stage, Scale):
             x = (stage if stage.role == "gate" else replace(stage, factor=stage.scale.detach())).apply(x)
         else:
-            x = _affine(stage, x)
+            x = _linear(stage, x, gamma)
     return x
+
+
+def _linear(stage: Stage, x: Tensor, gamma: float) -> Tensor:
+    """Apply a stage that is no gate, by the gamma rule if it has weights."""
+    z = _affine(stage, x)
+    if not gamma or not x.requires_grad:
+        return z
+    with torch._C.DisableTorchFunction():
+        raised, lowered = _clamped(stage, min=0), _clamped(stage.unbiased(), max=0)
+        if raised is None or lowered is None:
+            return z
+        positive = _affine(raised, x.clamp(min=0)) + _affine(lowered, x.clamp(max=0))
+        return emphasised(z, positive, gamma)
+
+
+def _clamped(stage: Stage, **limit: int) -> Stage | None:
+    """Return a matrix or a short convolution with clamped weights and bias, None for another stage."""
+    if isinstance(stage, Matrix) and not stage.is_complex:
+        return replace(stage, matrix=stage.weight.clamp(**limit), bias=_clamped_bias(stage.bias, **limit))
+    if isinstance(stage, Mix) and stage.role == "conv":
+        mixer = _clamped_taps(stage.mixer, **limit)
+        return None if mixer is None else replace(stage, mixer=mixer, bias=_clamped_bias(stage.bias, **limit))
+    return None
+
+
+def _clamped_bias(bias: Tensor | None, **limit: int) -> Tensor | None:
+    return None if bias is None else bias.clamp(**limit)
+
+
+def _clamped_taps(mixer: CoreMixer, **limit: int) -> CoreMixer | None:
+    if isinstance(mixer, Reversed):
+        inner = _clamped_taps(mixer.mixer, **limit)
+        return None if inner is None else Reversed(inner)
+    if not isinstance(mixer, Toeplitz) or mixer.taps.is_complex():
+        return None
+    batch, _, length, _ = mixer.shape
+    return Toeplitz(mixer.taps.clamp(**limit), batch=batch, length=length)
 
 
 def _affine(stage: Stage, x: Tensor) -> Tensor:

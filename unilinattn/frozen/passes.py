@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,24 @@ from unilinattn.host.recorder import MAIN, main_tensor
 from unilinattn.host.run import run
 from unilinattn.registry import plain_form_of
 from unilinattn.rules.freezing import Freezing
+from unilinattn.rules.gamma import GammaFreezing
 from unilinattn.tracing.layer import Layer
+
+
+class Rule(NamedTuple):
+    """How a product shares its relevance.
+
+    Attributes:
+        half: whether two factors of different rank share it (see `Freezing`); by default the activated one is frozen.
+        gamma: by how much products that have the sign of their sum count more, in the linear layers and convolutions of
+            blocks (see `rules.gamma`).
+    """
+
+    half: bool = False
+    gamma: float = 0.0
+
+
+FREEZE, HALF = Rule(), Rule(half=True)
 
 
 class FrozenPass(TokenPass):
@@ -33,7 +50,7 @@ class FrozenPass(TokenPass):
 
     Args:
         spec: the model and its arguments.
-        rule: how a product of two factors of different rank is frozen (see `Freezing`).
+        rule: how products share relevance.
         whole: whether tangents are those of all parts of a value, those from tokens too.
         records_sources: whether the constants that are added to the tokens become leaves of the graph.
 
@@ -41,7 +58,7 @@ class FrozenPass(TokenPass):
         output: the output.
         tangents: the tangents of its tensors: the parts of them that come from constants.
         outputs: the layers' outputs.
-        mixed: the edges of the graph after each layer's cores, if the rule is "half" (see `live_output`).
+        mixed: the edges of the graph after each layer's cores, by a half rule (see `live_output`).
         streams: the stream that enters each layer's numbered block, None without one.
         last_stream: the stream after the last sum, None if the layers are not all added to one.
         sources: the constants with the path of the module that added them.
@@ -52,7 +69,7 @@ class FrozenPass(TokenPass):
     """
 
     def __init__(
-        self, spec: PassSpec, *, rule: str = "freeze", whole: bool = False, records_sources: bool = False
+        self, spec: PassSpec, *, rule: Rule = FREEZE, whole: bool = False, records_sources: bool = False
     ) -> None:
         """Run the host."""
         super().__init__(spec)
@@ -79,7 +96,7 @@ class FrozenPass(TokenPass):
     def _compute(self) -> tuple[Any, Any]:
         """Return the output of the host and its tangents."""
         arguments, record = self.arguments(), self._record if self._records_sources else None
-        with Freezing(self.where, self.marker(), half=self._rule == "half", record=record) as mode:
+        with self._freezing(record) as mode:
             self._mode = mode
             try:
                 output = call_host(self.model, arguments)
@@ -99,6 +116,14 @@ class FrozenPass(TokenPass):
         # A view of a parameter requires a gradient again after the run.
         values = mapped(output, lambda t: forward_ad.unpack_dual(t).primal if t.requires_grad else t.detach())
         return values, tangents
+
+    def _freezing(self, record: Callable[[Tensor], None] | None) -> Freezing:
+        where, mark, rule = self.where, self.marker(), self._rule
+        if not rule.gamma:
+            return Freezing(where, mark, half=rule.half, record=record)
+        # The head is outside of all blocks, as in MambaLRP.
+        in_block = lambda: self._block_stream() is not None  # noqa: E731
+        return GammaFreezing(rule.gamma, in_block, where, mark, record=record)
 
     def entered(self, stream: Stream) -> None:
         """Mark the stream, to which layers are added."""
@@ -134,8 +159,9 @@ class FrozenPass(TokenPass):
         form = plain_form_of(type(module))
         if form is not None:
             return partial(plain_output, self.where, module, form, host)
-        # A whole pass follows every function, and the constants of a bias are sources.
-        return None if self._whole or self._records_sources else self.known_product(module, host)
+        # A whole pass follows every function, the constants of a bias are sources, and the gamma rule reads weights.
+        is_followed = self._whole or self._records_sources or self._rule.gamma
+        return None if is_followed else self.known_product(module, host)
 
     def _mixer(self, layer: Layer, arguments: Mapping[str, Any]) -> Any:
         """Return a layer's result in the trace, with the tensors that depend on tokens in the graph."""
@@ -164,10 +190,10 @@ class FrozenPass(TokenPass):
     def _layer(self, layer: Layer, arguments: Mapping[str, Any]) -> Any:
         """Return a layer's result in the trace, with its output in the graph."""
         mixed: list[GradientEdge] = []
-        if self._rule == "half":
-            output, mixed = live_output(layer, arguments)
+        if self._rule.half:
+            output, mixed = live_output(layer, arguments, self._rule.gamma)
         with torch._C.DisableTorchFunction():
-            if self._rule == "freeze":
+            if not self._rule.half:
                 output = frozen_output(layer, arguments)
             self.mixed.append(mixed)
             self.outputs.append(output)

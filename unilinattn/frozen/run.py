@@ -10,7 +10,7 @@ from torch.autograd.graph import GradientEdge
 
 from unilinattn.call.exactness import layer_tolerance
 from unilinattn.errors import OptionError, UncoveredError, nearest
-from unilinattn.frozen.passes import FrozenPass
+from unilinattn.frozen.passes import FREEZE, FrozenPass, Rule
 from unilinattn.frozen.shares import (
     AffineScalar,
     Linearized,
@@ -36,9 +36,6 @@ from unilinattn.tracing.trust import require_trust
 By = Literal["tokens", "depth", "layer"]
 """Shares of the tokens' embeddings, of the stream that enters each layer's block, or through each layer's output."""
 
-RULES = ("freeze", "half")
-"""Freeze the activated one of two factors, or let both share the relevance of their product."""
-
 
 class FrozenRun(TokenRun):
     """One run of a traced host in which every factor that the input decided is a constant.
@@ -54,7 +51,7 @@ class FrozenRun(TokenRun):
     Args:
         trace: the trace.
         targets: positions whose logits the run computes, if the model accepts `logits_to_keep`; None for all.
-        rule: how a product of two factors of different rank is frozen (see `Freezing`).
+        rule: how products share relevance.
 
     Attributes:
         outputs, mixed, shared: those of the `FrozenPass` whose graph the run keeps.
@@ -63,10 +60,8 @@ class FrozenRun(TokenRun):
     Raises `UncoveredError` for a function without a rule and for opaque layers.
     """
 
-    def __init__(self, trace: Trace, targets: Sequence[Target] | None = None, *, rule: str = "freeze") -> None:
+    def __init__(self, trace: Trace, targets: Sequence[Target] | None = None, *, rule: Rule = FREEZE) -> None:
         """Run the host."""
-        if rule not in RULES:
-            raise OptionError(f"unknown rule {rule!r}" + nearest(rule, RULES))
         trace.require_whole("frozen runs")
         self._layers, self._spec, self._rule = trace.layers, PassSpec.of(trace, targets), rule
         self.doubt: str | None = None
@@ -244,13 +239,13 @@ def _summed(leaves: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Float[T
     return torch.stack(shares).sum(0) if shares else leaves[0].new_zeros(leaves[0].shape[:2], dtype=torch.float64)
 
 
-def frozen(trace: Trace, targets: Sequence[Target] | None = None, *, rule: str = "freeze") -> FrozenRun:
+def frozen(trace: Trace, targets: Sequence[Target] | None = None, *, rule: Rule = FREEZE) -> FrozenRun:
     """Run a traced model once more as one affine map of its tokens, see `FrozenRun`.
 
     Args:
         trace: the trace.
         targets: positions whose logits the run computes, if the model accepts `logits_to_keep`; None for all.
-        rule: "freeze" freezes the activated factor of a product, "half" gives both factors half of its relevance.
+        rule: how products share relevance; by default the activated factor of a product is frozen.
 
     Raises `ModelStateError` if a weight changed since the trace, and the errors of `FrozenRun`.
     """

@@ -225,7 +225,7 @@ Run = TypeVar("Run")
 
 
 def shared_run(
-    trace: Trace, targets: Sequence[Target] | None, rule: str, run: Callable[[Sequence[Target] | None], Run]
+    trace: Trace, targets: Sequence[Target] | None, rule: object, run: Callable[[Sequence[Target] | None], Run]
 ) -> Run:
     """Return `run(targets)`, or inside of `one_run` the only run by this rule, which is that of all positions."""
     if targets is None or trace not in _shared:
@@ -236,7 +236,7 @@ def shared_run(
     return runs[rule]
 
 
-_shared: "WeakKeyDictionary[Trace, tuple[Sequence[Target], dict[str, Any]]]" = WeakKeyDictionary()
+_shared: "WeakKeyDictionary[Trace, tuple[Sequence[Target], dict[object, Any]]]" = WeakKeyDictionary()
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from unilinattn.frozen.passes import FREEZE, Rule
 from unilinattn.frozen.run import By, FrozenRun, frozen
 from unilinattn.frozen.shares import Shares
 from unilinattn.options import Logit
@@ -65,7 +66,7 @@ def logit(trace: Trace, options: Logit, *, target: Target | None = None) -> Attr
 
 
 def shares_result(
-    trace: Trace, options: ScalarOptions, target: Target | None, *, rule: str = "freeze", by: By = "tokens"
+    trace: Trace, options: ScalarOptions, target: Target | None, *, rule: Rule = FREEZE, by: By = "tokens"
 ) -> Attribution:
     """Return the shares of a frozen run by a rule as the result of a method, with the `EXTRAS` of `by`."""
     layers = layers_from(trace, options.name, 0)

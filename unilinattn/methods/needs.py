@@ -12,6 +12,7 @@ import torch
 
 from unilinattn.errors import ExactnessError, StreamError, UncoveredError
 from unilinattn.frozen.live import LiveRun
+from unilinattn.frozen.passes import FREEZE, HALF, Rule
 from unilinattn.frozen.run import frozen
 from unilinattn.host.isolation import in_gradient_mode
 from unilinattn.host.logits import Logit
@@ -81,7 +82,7 @@ def _gradients(needs: "Needs") -> None:
     next(needs.trace.gradients([needs.row], needs.logit))
 
 
-def _frozen(rule: str, needs: "Needs") -> None:
+def _frozen(rule: Rule, needs: "Needs") -> None:
     frozen(needs.trace, needs.targets, rule=rule).complete_shares(needs.row, needs.logit)
 
 
@@ -133,8 +134,8 @@ TRIALS: Mapping[Need, Callable[["Needs"], object]] = MappingProxyType(
         "maps": _maps,
         "matrices": _matrices,
         "gradients": _gradients,
-        "frozen run": partial(_frozen, "freeze"),
-        "half rule": partial(_frozen, "half"),
+        "frozen run": partial(_frozen, FREEZE),
+        "half rule": partial(_frozen, HALF),
         "live run": _live,
         "last stream": _last_stream,
         "cuts": _cuts,

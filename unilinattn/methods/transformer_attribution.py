@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from unilinattn.frozen.passes import HALF
 from unilinattn.frozen.run import FrozenRun, frozen
 from unilinattn.options import TransformerAttribution
 from unilinattn.options.bases import GradientMapOptions
@@ -33,7 +34,7 @@ def transformer_attribution(
     scoring, gaps = composition_from(trace, options, target), []
 
     def factors(targets: Sequence[Target]) -> Iterator[Factors]:
-        run = frozen(trace, None if callable(options.scalar) else targets, rule="half")
+        run = frozen(trace, None if callable(options.scalar) else targets, rule=HALF)
         for position, gradients in zip(targets, core_gradients(scoring, targets), strict=True):
             relevance = run.complete_shares(position, options.scalar)
             gaps.append(relative_gap(relevance.gap, relevance.value))

@@ -70,6 +70,12 @@ class Lrp(SharesOptions):
     gate, stays frozen, because half of its relevance would be that of the constant f(0). So does a gate inside of a
     core (H3 and Hyena with several channels per head), and one that an adapter reads from a capture of the host's run.
 
+    With `gamma`, the linear layers and convolutions of the model's blocks follow the gamma rule, by which MambaLRP
+    explains images: of the products x_j w_jk and the bias that sum to z_k, those with the sign of z_k count 1 + gamma
+    times as much, and all are scaled so that their sum is z_k. Products that cancel then send less relevance back. The
+    weights of cores and skips, convolutions recorded from images, layers that read several tensors, and the head
+    follow the plain rule.
+
     Scores, extras and `completeness_gap` are those of `logit`; relevances, bias and remainder add up to the logit.
 
     Raises the errors of `logit`.
@@ -84,6 +90,13 @@ class Lrp(SharesOptions):
 
     question = QUESTION
     needs = ("logit", "half rule")
+
+    gamma: float = Field(
+        default=0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="by how much products that have the sign of their sum count more; MambaLRP takes 0.25 for images",
+    )
 
 
 class AttnLrp(SharesOptions):

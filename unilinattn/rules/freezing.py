@@ -23,11 +23,8 @@ from unilinattn.errors import UncoveredError
 from unilinattn.mixers.base import checked_factors
 from unilinattn.rules import functions as kinds
 from unilinattn.rules.forms import FORMS, as_source, carried, linear_in
-from unilinattn.rules.functions import name_of, opened
+from unilinattn.rules.functions import Product, name_of, opened
 from unilinattn.rules.slopes import frozen_slope
-
-NORMALISER = "logsumexp"
-"""The function whose output, subtracted from its argument, gives its log_softmax."""
 
 _RULES: dict[str, Callable[..., Any]] = {}
 
@@ -241,7 +238,7 @@ class Freezing(TorchFunctionMode):
 
     @_rule("add")
     def _add(self, x: Any, other: Any, *, alpha: int | float = 1) -> Tensor:
-        if alpha == -1 and isinstance(other, Tensor) and self._factors.get(other) == NORMALISER:
+        if alpha == -1 and isinstance(other, Tensor) and self._factors.get(other) == kinds.NORMALISER:
             # log_softmax, which is a factor as a whole.
             return torch.sub(*mapped((x, other), torch.detach))
         like, both = x if carried(x) else other, carried(x) and carried(other)
@@ -323,6 +320,8 @@ class Freezing(TorchFunctionMode):
 
     @_rule("addmm", "baddbmm")
     def _addmm(self, x: Any, left: Tensor, other: Tensor, *, beta: int | float = 1, alpha: int | float = 1) -> Tensor:
+        if alpha == beta == 1 and carried(left) and not carried((x, other)):
+            return self._weighted(torch.matmul, left, other, self._source(x, left))
         product = self._bilinear("matmul", torch.matmul, (left, other), {}) if carried((left, other)) else left @ other
         return self._add(x * beta if beta != 1 else x, product, alpha=alpha)
 
@@ -344,18 +343,17 @@ class Freezing(TorchFunctionMode):
             return self._ranked(through, max(name not in kinds.LIMITS, self.rank(x)))
         return self._ranked(through + self._as_source(level, x), 2)
 
-    def _affine(
-        self, func: Callable[..., Tensor], position: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Tensor:
-        bias = kwargs.pop("bias", None) if len(args) <= position else args[position]
-        args = args if len(args) <= position else (*args[:position], None, *args[position + 1 :])
-        result = self._bilinear("linear", func, args, kwargs)
-        if bias is None:
-            return result
+    def _affine(self, func: Callable[..., Tensor], position: int, args: Any, kwargs: Any) -> Tensor:
+        product, x, weight, bias = kinds.affine_call(func, position, args, kwargs)
         # (channel,) for (batch, length, channel), and (channel, 1) for a convolution's (batch, channel, length).
-        channels_last = result.shape[-1] == len(bias) and func.__name__ == "linear"
-        shape = (-1,) if channels_last else (-1, *[1] * (result.ndim - (2 if result.ndim > 2 else 1)))
-        return result + self._source(bias, result).reshape(shape)
+        axes = 0 if func.__name__ == "linear" else x.ndim - (2 if x.ndim > 2 else 1)
+        source = None if bias is None else self._source(bias, x).reshape(-1, *[1] * axes)
+        return self._weighted(product, x, weight, source)
+
+    def _weighted(self, product: Product, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return products of values and weights, to which a bias is added."""
+        z = self._bilinear("linear", product, (x, weight), {})
+        return z if bias is None else z + bias
 
     def _bilinear(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """Return a product that is linear in each operand: of two carried operands each gets half."""

@@ -1,7 +1,13 @@
 """Functions of torch by name, sorted by what they do to tensors that carry tokens."""
 
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any
+
+from torch import Tensor
+
+Product = Callable[[Tensor, Tensor], Tensor]
+"""A function that is linear in each of two tensors."""
 
 
 def _names(text: str) -> frozenset[str]:
@@ -99,6 +105,9 @@ SLOPES = LIMITS | _names("""
 HOMOGENEOUS = _names("relu abs leaky_relu")
 """Activations with f(x) = f'(x) x, whose derivative is the frozen slope."""
 
+NORMALISER = "logsumexp"
+"""The function whose output, subtracted from its argument, gives its log_softmax."""
+
 
 def name_of(func: Any, kwargs: dict[str, Any]) -> tuple[str, bool]:
     """Return a function's name without underscores, and whether it writes into its first argument."""
@@ -119,3 +128,14 @@ def opened(func: Any) -> Any:
     opened = FunctionType(func.__code__, functions, func.__name__, func.__defaults__, func.__closure__)
     opened.__kwdefaults__ = func.__kwdefaults__
     return opened
+
+
+def affine_call(
+    func: Callable[..., Tensor], position: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Product, Tensor, Tensor, Tensor | None]:
+    """Return the product, the values, the weights and the bias of a call of a function of `AFFINE`."""
+    named = dict(kwargs)
+    bias = named.pop("bias", None) if len(args) <= position else args[position]
+    args = args if len(args) <= position else (*args[:position], None, *args[position + 1 :])
+    x, weight, *others = (*args, *(named.pop(name) for name in ("input", "weight") if name in named))
+    return lambda values, weights: func(values, weights, *others, **named), x, weight, bias

@@ -20,6 +20,9 @@ HELD = 1.5
 KEPT = 2.0
 """Elements that a frozen run keeps for each one that enters or leaves a layer or a weight matrix between layers."""
 
+SIGNED = 1.7
+"""Elements that a run by the gamma rule keeps for each one by the half rule: products of both signs."""
+
 VOCABULARY = 16
 """A weight matrix this many times longer than the stream is wide embeds or unembeds tokens."""
 
@@ -55,8 +58,8 @@ def gradient_cost(model: nn.Module, layers: Sequence[Layer], logits: int) -> int
 def frozen_cost(model: nn.Module, layers: Sequence[Layer], logits: int, *, rule: str) -> int:
     """Estimate the peak bytes of a frozen run, which keeps the factors of the code between the layers.
 
-    The arguments are those of `gradient_cost`. By a `rule` other than "freeze" the run evaluates the layers' flows, and
-    by "live" it keeps the steps of their cores, whose factors have gradients.
+    The arguments are those of `gradient_cost`. By a `rule` other than "freeze" the run evaluates the layers' flows, by
+    "live" it keeps the steps of their cores, whose factors have gradients, and by "gamma" the parts of all products.
     """
     operators = [layer.operator for layer in layers]
     first = operators[0]
@@ -72,7 +75,7 @@ def frozen_cost(model: nn.Module, layers: Sequence[Layer], logits: int, *, rule:
     if rule != "freeze":
         chains = [(chain, op.inputs[port].shape[2]) for op in operators for port, chain in op.chains.items()]
         peak += HELD * sum(_values(chain, tokens, channels) for chain, channels in chains)
-    return int(width * peak)
+    return int(width * peak * (SIGNED if rule == "gamma" else 1))
 
 
 def _values(chain: Chain, tokens: int, channels: int) -> int:
