@@ -72,7 +72,7 @@ def test_few_sequences_at_a_time_give_the_same(monkeypatch: pytest.MonkeyPatch) 
         found = hosted("mamba2")[2]
         whole = knockout(found, target=-1).scores
         for tokens in (5 * LENGTH, 1):
-            monkeypatch.setattr(import_module("unilinattn.methods.knockout"), "TOKENS", tokens)
+            monkeypatch.setattr(import_module("unilinattn.scoring.numbers"), "TOKENS", tokens)
             assert relative_error(knockout(found, target=-1).scores, whole) <= LIMIT
 
 
@@ -168,7 +168,7 @@ def test_no_module_is_copied_and_every_chunk_is_one_run(name: str, monkeypatch: 
     copy.deepcopy(nn.Linear(1, 1))
     assert len(modules) == 1
     modules.clear()
-    monkeypatch.setattr(import_module("unilinattn.methods.knockout"), "TOKENS", 4 * LENGTH)
+    monkeypatch.setattr(import_module("unilinattn.scoring.numbers"), "TOKENS", 4 * LENGTH)
     model.register_forward_pre_hook(
         lambda _, args, kwargs: sequences.append(len(kwargs["input_ids"])), with_kwargs=True
     )

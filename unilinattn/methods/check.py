@@ -11,7 +11,6 @@ from torch import Tensor
 from unilinattn.errors import InputError, OptionError
 from unilinattn.host.logits import Logit, chosen_ids, one_each, picked, relative
 from unilinattn.kernels.precision import full_precision
-from unilinattn.memory import allowed
 from unilinattn.methods.doubts import is_decoder
 from unilinattn.options.bases import Relative
 from unilinattn.reruns.replacements import ids_of, ordinary_ids, other_ids, real_tokens
@@ -19,8 +18,7 @@ from unilinattn.reruns.rerun import Rerun, rerun
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.check import Check, Falls
 from unilinattn.results.intervals import mean_interval
-from unilinattn.scoring.base import trace_bytes
-from unilinattn.scoring.numbers import TOKENS
+from unilinattn.scoring.numbers import run_bytes, runs_at_once
 from unilinattn.tracing.trace import Target, Trace, trace
 
 CHANGED = "a check would be that of another model"
@@ -192,9 +190,7 @@ def _values(
 ) -> tuple[str, Float[Tensor, " run"], Float[Tensor, " run"] | None]:
     """Return the name of the explained value, the value of each run, and the log probability if there is one."""
     traced, length = explained.trace, ids.shape[1]
-    elements = traced.explained_logit.elements(traced.host, explained.logit)
-    size = (trace_bytes(traced) + 4 * elements) // traced.token_shape[0]
-    at_once = max(1, min(TOKENS // length, allowed() // max(1, size)))
+    at_once = runs_at_once(length, run_bytes(traced, explained.logit))
     positions = None if callable(explained.logit) or explained.target is None else traced.positions(explained.target)
     values, log_ps = [], []
     with full_precision():

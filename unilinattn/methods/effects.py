@@ -17,7 +17,6 @@ from unilinattn.frozen.shares import AffineScalar, by_token
 from unilinattn.host.inputs import ids_name
 from unilinattn.host.logits import Logit
 from unilinattn.kernels.precision import full_precision
-from unilinattn.memory import allowed
 from unilinattn.memory import max_memory as limited_to
 from unilinattn.methods.labelled import labels_of_tokens
 from unilinattn.methods.run import traced_inputs
@@ -30,7 +29,7 @@ from unilinattn.reruns.replacements import Replacement, against_inputs, ids_of, 
 from unilinattn.reruns.rerun import of_sequences
 from unilinattn.results.effects import Effects, Replaced
 from unilinattn.scoring.base import trace_bytes
-from unilinattn.scoring.numbers import TOKENS
+from unilinattn.scoring.numbers import runs_at_once
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Trace, trace
 from unilinattn.tracing.trust import Trust, require_exact, trusting
@@ -186,7 +185,7 @@ class _Measurement:
         self.names = tuple(chain.from_iterable(map(_heads, traced.layers) if names is None else names))
         sequences = traced.token_shape[0]
         size = (trace_bytes(traced) + traced.frozen_cost(1)) // sequences
-        self._at_once = max(1, min(allowed() // max(1, size), TOKENS // traced.token_shape[1]))
+        self._at_once = runs_at_once(traced.token_shape[1], size)
 
     def of(self, changes: Sequence[Replacement]) -> list[Numbers]:
         """Return the numbers of each draw, for each of the replacements, which are ordered by sequence."""

@@ -17,7 +17,7 @@ def integrated_gradients(function: TokenFunction, options: IntegratedGradients, 
         start,
         additional_forward_args=(function.sequences,),
         n_steps=options.n_steps,
-        internal_batch_size=len(start) * function.runs(len(start)),
+        internal_batch_size=len(start) * function.runs(len(start), gradients=True),
         return_convergence_delta=True,
     )
     lowest = in_gradient_mode(False, lambda: function(start, function.sequences))

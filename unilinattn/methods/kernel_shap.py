@@ -19,14 +19,14 @@ from unilinattn.scoring.numbers import Scores, TokenFunction, captum_method
 def kernel_shap(function: TokenFunction, options: KernelShap, captum: ModuleType) -> Scores:
     """Run `KernelShap`."""
     lowest = in_gradient_mode(False, lambda: function(function.baseline(options.baseline), function.sequences))
+    runs = function.runs(gradients=False)
 
     def shapley(b: int) -> Tensor:
         value, sequence = function.of_presence(options.baseline, b), function.sequences[b : b + 1]
         count = int(function.real[b].sum())
         if 2**count - 2 <= options.n_samples:
             presence = _coalitions(count).to(function.vectors)
-            starts = range(1, len(presence) - 1, function.runs())
-            batches = [presence[start : min(start + function.runs(), len(presence) - 1)] for start in starts]
+            batches = presence[1:-1].split(runs)
             numbers = in_gradient_mode(False, lambda: [value(batch, sequence.expand(len(batch))) for batch in batches])
             return _shapley_values(presence, torch.cat([lowest[b : b + 1], *numbers, function.value[b : b + 1]]))
         if options.n_samples < count + 2:
@@ -43,7 +43,7 @@ def kernel_shap(function: TokenFunction, options: KernelShap, captum: ModuleType
                 function.vectors.new_ones(1, count),
                 additional_forward_args=(sequence,),
                 n_samples=options.n_samples,
-                perturbations_per_eval=function.runs(),
+                perturbations_per_eval=runs,
             )
             return values.squeeze(0)
 

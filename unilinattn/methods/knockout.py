@@ -17,13 +17,10 @@ from unilinattn.reruns.rerun import Rerun, rerun, traced_run
 from unilinattn.results.attribution import Attribution
 from unilinattn.scoring.composition import composition
 from unilinattn.scoring.maps import ONE_ROW
-from unilinattn.scoring.numbers import ExplainedNumber
+from unilinattn.scoring.numbers import ExplainedNumber, run_bytes, runs_at_once
 from unilinattn.scoring.selection import selected_layers, stream_mask, streams_of
 from unilinattn.tracing.token_streams import TokenStream
 from unilinattn.tracing.trace import Target, Trace
-
-TOKENS = 4096
-"""Tokens in one run of the model, which cuts other edges in each of its sequences."""
 
 
 @register_method(Knockout)
@@ -65,7 +62,9 @@ def knockout(trace: Trace, options: Knockout, *, target: Target | None = None) -
     require_result(shape, base.element_size(), "knockout: the result", ONE_ROW)
     scores = base.new_zeros(shape)
     sites = {s: _edges(options.edges, length, batch) if options.edges else _tokens(trace, s) for s in joint.streams}
-    chunks = [(s, chunk) for s, each in sites.items() for chunk in each.split(max(1, TOKENS // joint.length))]
+    # A run cuts other edges in each of its sequences.
+    at_once = runs_at_once(joint.length, run_bytes(trace, options.scalar))
+    chunks = [(s, chunk) for s, each in sites.items() for chunk in each.split(at_once)]
     steps = [(index, window, *chunk) for index, window in enumerate(windows) for chunk in chunks]
     for index, window, stream, chunk in progress(steps, "knockout"):
         # All edges of a token are those of the layers that read it.

@@ -21,7 +21,7 @@ def occlusion(function: TokenFunction, options: Occlusion, captum: ModuleType) -
             function.vectors.new_ones(1, count),
             (options.window,),
             additional_forward_args=(function.sequences[sequence : sequence + 1],),
-            perturbations_per_eval=function.runs(),
+            perturbations_per_eval=function.runs(gradients=False),
         )
         return values.squeeze(0)
 

@@ -19,9 +19,9 @@ def smoothgrad(function: TokenFunction, options: Smoothgrad, captum: ModuleType)
         deviation = options.noise * (vectors.max() - vectors.min())
 
         def total() -> Tensor:
-            scores = vectors.new_zeros(len(vectors))
-            for start in range(0, options.n_samples, function.runs()):
-                count = min(function.runs(), options.n_samples - start)
+            scores, runs = vectors.new_zeros(len(vectors)), function.runs(gradients=True)
+            for start in range(0, options.n_samples, runs):
+                count = min(runs, options.n_samples - start)
                 # Drawn copy by copy, the numbers do not depend on the copies in a run, which padding makes fewer.
                 noise = torch.stack([torch.randn_like(vectors) for _ in range(count)])
                 scores += saliency.attribute(

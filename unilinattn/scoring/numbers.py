@@ -2,18 +2,20 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import cached_property, wraps
+from itertools import chain
 from types import ModuleType
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from unilinattn.errors import InputError, OptionError, UncoveredError
 from unilinattn.host.isolation import in_gradient_mode, with_own_random_numbers
 from unilinattn.host.logits import Logit, one_each, picked
-from unilinattn.memory import require_result
+from unilinattn.memory import allowed, require_result
 from unilinattn.optional import import_extra
 from unilinattn.options.bases import ScalarOptions
 from unilinattn.progress import progress
@@ -21,14 +23,28 @@ from unilinattn.registry import register_method
 from unilinattn.reruns.embedded import EmbeddedModel
 from unilinattn.reruns.rerun import Rerun
 from unilinattn.results.attribution import Attribution
-from unilinattn.scoring.base import stored_options
+from unilinattn.scoring.base import stored_options, trace_bytes
 from unilinattn.scoring.joint import Axes
 from unilinattn.scoring.maps import ONE_ROW
 from unilinattn.scoring.selection import every_position, only_target
 from unilinattn.tracing.trace import Target, Trace
 
 TOKENS = 4096
-"""Tokens in one run of the model on several variants of its inputs."""
+"""Most tokens in one run of the model on several variants of its inputs."""
+
+
+def run_bytes(trace: Trace, logit: Logit) -> int:
+    """Estimate the bytes of a run without gradients by those of its trace and logits, for each sequence."""
+    elements = trace.explained_logit.elements(trace.host, logit)
+    return (trace_bytes(trace) + 4 * elements) // trace.token_shape[0]
+
+
+def runs_at_once(length: int, size: int) -> int:
+    """Return how many variants of a sequence one run of the model reads: those that `TOKENS` and `max_memory` allow.
+
+    At least one. `length` is the number of tokens, and `size` the bytes that a run takes for each variant.
+    """
+    return max(1, min(TOKENS // length, allowed() // max(1, size)))
 
 
 @dataclass(frozen=True)
@@ -98,6 +114,7 @@ class TokenFunction:
     def __init__(self, trace: Trace, model: EmbeddedModel, target: Target, logit: Logit) -> None:
         """Run the model once on the traced inputs; inside `EmbeddedModel.isolated`."""
         self._model, self._number = model, ExplainedNumber(trace, target, logit)
+        self._trace, self._logit = trace, logit
         self.vectors = model.vectors.clone().requires_grad_()
         self.sequences = torch.arange(len(self.vectors), device=self.vectors.device)
         mask = Axes(trace, model.streams, model.streams).mask()
@@ -157,9 +174,25 @@ class TokenFunction:
             scores[sequence, real] = score(sequence).to(scores)
         return scores
 
-    def runs(self, sequences: int = 1) -> int:
-        """Return the number of variants of `sequences` sequences that fit in one run of the model."""
-        return max(1, TOKENS // (sequences * self.vectors.shape[1]))
+    def runs(self, sequences: int = 1, *, gradients: bool) -> int:
+        """Return the number of variants of `sequences` sequences in one run of the model (see `runs_at_once`)."""
+        size = self._graph_bytes if gradients else run_bytes(self._trace, self._logit)
+        return runs_at_once(sequences * self.vectors.shape[1], sequences * size)
+
+    @cached_property
+    def _graph_bytes(self) -> int:
+        """The bytes that a run keeps for its backward pass, for each sequence, counted in one run."""
+        sizes: dict[int, int] = {}
+
+        def count(tensor: Tensor) -> Tensor:
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with saved_tensors_hooks(count, lambda tensor: tensor):
+            value = self(self.vectors, self.sequences)
+        for weight in chain(self._trace.host.parameters(), self._trace.host.buffers()):
+            sizes.pop(weight.untyped_storage().data_ptr(), None)
+        return sum(sizes.values()) // len(value)
 
     def seeded(self, seed: int, compute: Callable[[], Tensor]) -> Tensor:
         """Return `compute()` with random numbers from a seed; the generators are restored afterwards."""
