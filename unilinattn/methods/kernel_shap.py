@@ -26,7 +26,8 @@ def kernel_shap(function: TokenFunction, options: KernelShap, captum: ModuleType
         count = int(function.real[b].sum())
         if 2**count - 2 <= options.n_samples:
             presence = _coalitions(count).to(function.vectors)
-            batches = presence[1:-1].split(runs)
+            # One token has no coalition between none and all.
+            batches = presence[1:-1].split(runs) if count > 1 else ()
             numbers = in_gradient_mode(False, lambda: [value(batch, sequence.expand(len(batch))) for batch in batches])
             return _shapley_values(presence, torch.cat([lowest[b : b + 1], *numbers, function.value[b : b + 1]]))
         if options.n_samples < count + 2:
