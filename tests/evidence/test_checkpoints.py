@@ -69,3 +69,11 @@ def test_prompts_with_distant_words_are_the_first_whose_word_is_predicted_with_a
     assert [example.ids for example in inputs] == expected
     assert [example.target for example in inputs] == [predicted[prompt][0] for prompt in same[1:3]]
     assert [example.position for example in inputs] == [2, 2]
+
+
+def test_recorded_prompts_with_distant_words_begin_with_begin_of_text_and_have_the_length_of_the_page() -> None:
+    rows = truths.read()[truths.DISTANT]["inputs"]
+    assert len({tuple(row["ids"]) for row in rows}) == len(rows) <= truths.PER_KIND * len(truths.distant_words())
+    for row in rows:
+        assert row["ids"][0] == 0
+        assert 14 <= len(row["ids"][1:]) <= 24
