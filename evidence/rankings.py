@@ -139,6 +139,21 @@ def behind(record: Mapping[str, Any]) -> list[Row]:
     return [{**line, "significant": line["high"] < 0} for _, line in best.values()]
 
 
+def beside_baselines(record: Mapping[str, Any]) -> list[Row]:
+    """Return the differences of the default to each baseline, of checkpoints whose last token is the explained one.
+
+    They are those with all tokens and without the last one. `verdict` is "above" or "below" if the interval lies on
+    that side of zero, and "neither" otherwise.
+    """
+    return [
+        {**line, "verdict": "above" if line["low"] > 0 else "below" if line["high"] < 0 else "neither"}
+        for line in record["differences"]
+        if line["method"] in BASELINES
+        and line["tokens"] != "no sinks"
+        and CHECKPOINTS[line["checkpoint"]].kind != BIDIRECTIONAL
+    ]
+
+
 def _interval(numbers: Sequence[float]) -> Row:
     return {key: round(value, 3) for key, value in asdict(mean_interval(numbers)).items()}
 

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from evidence.atom_maps import HEAD, LAYER
 from evidence.pictures import COLOURS, figure
-from evidence.rankings import BASELINES, DEFAULTS, METRICS, PASSES, TOKENS, Row, behind
+from evidence.rankings import BASELINES, DEFAULTS, METRICS, PASSES, ROW, TOKENS, Row, behind, beside_baselines
 from evidence.record import RESULTS
-from evidence.truths import BIDIRECTIONAL, CAUSAL, CHECKPOINTS, RECURRENT
+from evidence.truths import BIDIRECTIONAL, CAUSAL, CHECKPOINTS, DISTANT, PER_KIND, RECURRENT, distant_words
 from tools.markers import table as table_text
 
 if TYPE_CHECKING:
@@ -28,6 +28,9 @@ CAPTION = (
 )
 
 COLUMNS, GREY = 3, "#8a90a0"
+
+PREDICTED = 117
+"""Prompts with distant words whose intended word SmolLM2-135M predicts with and without begin-of-text."""
 
 TITLES = {"hit_at_1": "hit@1", "spearman": "Spearman"}
 
@@ -150,10 +153,14 @@ def page() -> str:
         + " ".join(f"For {kind}: `{method}`." for kind, method in record["best"].items())
         + " In a model without gates, such as BERT, `lrp` is `logit`.",
         _behind(record),
+        _beside_baselines(record),
     ]
     for name in dict.fromkeys(line["checkpoint"] for line in record["numbers"]):
         head, *rows = table(record["numbers"], name)
-        paragraphs.append(f"## {CHECKPOINTS[name].label}\n\n" + table_text(head, rows))
+        paragraphs.append(f"## {CHECKPOINTS[name].label}")
+        if name == DISTANT:
+            paragraphs.append(_distant_words())
+        paragraphs.append(table_text(head, rows))
     paragraphs += [_atom_maps(entry) for entry in record["atom maps"].values()]
     return "\n\n".join(text.rstrip() for text in paragraphs) + "\n"
 
@@ -189,11 +196,9 @@ def _behind(record: Mapping[str, Any]) -> str:
     rows = []
     for line in behind(record):
         if line["tokens"] != "no sinks":
-            shown = f"{line['mean']:+.2f} [{line['low']:+.2f}, {line['high']:+.2f}]"
-            column = TITLES[line["metric"]] + ("" if line["tokens"] == "all" else f", {line['tokens']}")
             verdict = "yes" if line["significant"] else "no"
-            label = CHECKPOINTS[line["checkpoint"]].label
-            rows.append((label, column, line["default"], line["method"], shown, str(line["count"]), verdict))
+            methods = (line["default"], line["method"])
+            rows.append((*_checkpoint_and_number(line), *methods, _gap(line), str(line["count"]), verdict))
     head = ("checkpoint", "number", "default", "best other", "default minus other", "n", "below")
     defaults = ", ".join(f"`{method}` for {kind}" for kind, method in DEFAULTS.items())
     return (
@@ -202,6 +207,53 @@ def _behind(record: Mapping[str, Any]) -> str:
         "zero. The best other method is the best of about a dozen on these inputs, which favours it.\n\n"
         + table_text(head, rows)
     )
+
+
+def _beside_baselines(record: Mapping[str, Any]) -> str:
+    """Return the table of the default methods beside the baselines, where the last token is the explained one."""
+    lines: dict[tuple[str, ...], dict[str, Row]] = {}
+    for line in beside_baselines(record):
+        lines.setdefault(tuple(line[key] for key in ROW), {})[line["method"]] = line
+    rows = []
+    for of_baselines in lines.values():
+        gaps = [cell for name in BASELINES for cell in (_gap(of_baselines[name]), of_baselines[name]["verdict"])]
+        recency = of_baselines["recency"]
+        rows.append((*_checkpoint_and_number(recency), *gaps, str(recency["count"])))
+    head = ("checkpoint", "number", *(cell for name in BASELINES for cell in (f"minus {name}", "default is")), "n")
+    column = {"half": "report", "tokens": "all", "metric": "hit_at_1", "method": "recency"}
+    shares = [
+        f"{line['mean']:.2f} for {CHECKPOINTS[line['checkpoint']].label}"
+        for line in record["numbers"]
+        if all(line[key] == value for key, value in column.items())
+        and CHECKPOINTS[line["checkpoint"]].kind != BIDIRECTIONAL
+    ]
+    return (
+        "The default beside the baselines, for checkpoints whose last token is the explained one, on the same inputs. "
+        "Above, below: the 95 % interval of the paired difference lies on that side of zero. hit@1 of `recency` over "
+        f"all tokens is the share of inputs whose last token has the largest effect ({'; '.join(shares)}), so where "
+        "it is near 1 no method can lie above it, and the numbers without the last token tell more.\n\n"
+        + table_text(head, rows)
+    )
+
+
+def _distant_words() -> str:
+    """Return the paragraph on the prompts whose answer distant words decide."""
+    kinds = distant_words()
+    return (
+        f"The answers of these prompts of 14 to 24 tokens need words far from the end. They have {len(kinds)} kinds: "
+        f"{', '.join(kinds)}. Of {sum(map(len, kinds.values()))} prompts that were written with an intended "
+        f"word each, SmolLM2-135M predicts it for {PREDICTED} with and without begin-of-text; the first {PER_KIND} of "
+        "each kind of these are read. No score and no effect selected a prompt."
+    )
+
+
+def _checkpoint_and_number(line: Row) -> tuple[str, str]:
+    number = TITLES[line["metric"]] + ("" if line["tokens"] == "all" else f", {line['tokens']}")
+    return CHECKPOINTS[line["checkpoint"]].label, number
+
+
+def _gap(line: Row) -> str:
+    return f"{line['mean']:+.2f} [{line['low']:+.2f}, {line['high']:+.2f}]"
 
 
 def _atom_maps(entry: Mapping[str, Any]) -> str:

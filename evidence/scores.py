@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import unilinattn as ula
 from evidence.rankings import PASSES, Scored, half
-from evidence.truths import Input
+from evidence.truths import DISTANT, Input
 from unilinattn import methods
 from unilinattn.errors import SinkWarning, UncoveredError
 from unilinattn.options import Options
@@ -40,9 +40,10 @@ METHODS: tuple[Options, ...] = (
 )
 """Every method but `kernel_shap`, which reads hundreds of sequences; scores of single layers are averaged."""
 
-LEFT_OUT = {
-    "smollm2-first": ("smoothgrad", "integrated_gradients", "occlusion", "knockout"),
-}
+LEFT_OUT = dict.fromkeys(
+    ("smollm2-first", DISTANT),
+    ("smoothgrad", "integrated_gradients", "occlusion", "knockout"),
+)
 """Methods that are not scored on a checkpoint, because they take minutes and are scored on the same model before."""
 
 REFERENCE = 8

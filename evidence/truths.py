@@ -26,8 +26,14 @@ DRAWS = 12
 CAUSAL, BIDIRECTIONAL, RECURRENT = "causal attention", "bidirectional attention", "linear RNN"
 """Kinds of token mixers, each with a default method."""
 
+DISTANT = "smollm2-far-first"
+"""The checkpoint whose inputs are prompts with distant words."""
+
 CHUNK = 16
 """Tokens of a chunk of Mamba-2's scan, which changes its time and not its function."""
+
+PER_KIND = 5
+"""Prompts of each kind that are read, of those with distant words; each takes 8 seconds."""
 
 WINDOW = 24
 """Tokens of an antibody that are read."""
@@ -134,16 +140,44 @@ def texts(kind: str) -> list[str]:
     return lines
 
 
+@cache
+def distant_words() -> dict[str, dict[str, str]]:
+    """Return prompts and their intended words, by kind; words far from the end of a prompt decide its intended word."""
+    kinds: dict[str, dict[str, str]] = json.loads(INPUTS.read_text())["distant words"]
+    return kinds
+
+
 @torch.no_grad()
 def _predicted(model: nn.Module, ids: Sequence[int], position: int | None) -> Input:
     logits = model(torch.tensor([ids])).logits[0]
     return Input(tuple(ids), position, int((logits if position is None else logits[position]).argmax()), True)
 
 
-def _prompts(model: nn.Module, tokenizer: Any, *, first: bool) -> list[Input]:
+def _prompt(model: nn.Module, tokenizer: Any, text: str, *, first: bool) -> Input:
     begin = [tokenizer.convert_tokens_to_ids("<|endoftext|>")] if first else []
-    encoded = [begin + tokenizer(text, add_special_tokens=False).input_ids for text in texts("prompts")]
-    return [_predicted(model, ids, len(ids) - 1) for ids in encoded]
+    ids = begin + tokenizer(text, add_special_tokens=False).input_ids
+    return _predicted(model, ids, len(ids) - 1)
+
+
+def _prompts(model: nn.Module, tokenizer: Any, *, first: bool) -> list[Input]:
+    return [_prompt(model, tokenizer, text, first=first) for text in texts("prompts")]
+
+
+def _distant(model: nn.Module, tokenizer: Any) -> list[Input]:
+    """Return the first prompts of each kind whose intended word the model predicts, with and without begin-of-text.
+
+    The inputs are those with begin-of-text.
+    """
+    inputs = []
+    for prompts in distant_words().values():
+        predicted = []
+        for text, word in prompts.items():
+            intended = tokenizer(word, add_special_tokens=False).input_ids[0]
+            without, begun = (_prompt(model, tokenizer, text, first=first) for first in (False, True))
+            if without.target == begun.target == intended:
+                predicted.append(begun)
+        inputs += predicted[:PER_KIND]
+    return inputs
 
 
 def _masked(ids: Sequence[int], position: int, mask: int) -> Input:
@@ -238,6 +272,13 @@ CHECKPOINTS: Mapping[str, Checkpoint] = {
         "SmolLM2-135M, begin-of-text first",
         checkpoints.smollm2,
         lambda model, tokenizer: _prompts(model, tokenizer, first=True),
+        _plain_words,
+    ),
+    DISTANT: Checkpoint(
+        ("smollm2", "gguf"),
+        "SmolLM2-135M, distant words, begin-of-text first",
+        checkpoints.smollm2,
+        _distant,
         _plain_words,
     ),
     "rxnfp": Checkpoint(

@@ -122,6 +122,35 @@ def test_the_default_is_behind_the_best_other_method_of_few_sequences() -> None:
     assert (best["method"], best["mean"], best["significant"]) == ("logit", 0.1, False)
 
 
+def test_the_default_is_above_or_below_a_baseline_where_the_interval_lies_on_that_side() -> None:
+    values = [0.1 * index for index in range(20)]
+    noise = [0.5 if index // 2 % 2 else -0.5 for index in range(20)]
+    for shift, verdict in ((0.3, "above"), (-0.3, "below")):
+        lines = [
+            *rows(ATTENTION, "attn_lrp", values),
+            *rows(ATTENTION, "recency", [value - shift for value in values]),
+            *rows(ATTENTION, "random", [value - each for value, each in zip(values, noise, strict=True)]),
+            *rows(ATTENTION, "lrp", [value - shift for value in values]),
+        ]
+        numbers = rankings.beside_baselines({"differences": rankings.differences(lines)})
+        assert {line["method"] for line in numbers} == set(rankings.BASELINES)
+        assert {line["tokens"] for line in numbers} == {"all", "no last"}
+        for tokens in ("all", "no last"):
+            keys = {"tokens": tokens, "metric": "spearman"}
+            assert only(numbers, method="recency", **keys)["verdict"] == verdict
+            assert only(numbers, method="random", **keys)["verdict"] == "neither"
+            # hit@1 is 0 for all, so that the interval is zero.
+            assert only(numbers, method="recency", tokens=tokens, metric="hit_at_1")["verdict"] == "neither"
+
+
+def test_baselines_stand_beside_the_default_where_the_last_token_is_explained() -> None:
+    record = json.loads(Path(real.RECORD).read_text())
+    compared = {line["checkpoint"] for line in rankings.beside_baselines(record)}
+    for name, entry in truths.read().items():
+        is_last = {row["position"] == len(row["ids"]) - 1 for row in entry["inputs"]}
+        assert (name in compared) == (is_last == {True})
+
+
 def test_a_record_of_one_checkpoint_keeps_the_numbers_of_the_others() -> None:
     read = {"attn_lrp": 2, "logit": 2}
     first = [*rows(ATTENTION, "attn_lrp", [0.3] * 4), *rows(ATTENTION, "logit", [0.1] * 4)]
