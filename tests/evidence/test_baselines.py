@@ -23,6 +23,7 @@ from evidence.baselines import (
 )
 from evidence.rows import number
 from evidence.study import SEEDS
+from evidence.tasks import TASKS, sizes_text
 from evidence.training import HELD_OUT_SEED, SELECTION_SEED, STEPS_OF_A_SEED, scored_seed, selection_seed
 from tests.evidence.tables import made, verdicts
 from unilinattn.evaluation import row_scores
@@ -131,6 +132,17 @@ def test_the_default_is_compared_with_the_other_methods(monkeypatch: pytest.Monk
     ):
         results = made({"t": (models, methods, ["ap"])}, lambda method, _, now={**values, **changed}: now[method])
         assert tuple(verdicts(claims, results).values()) == expected
+
+
+def test_the_sequences_of_all_tasks_are_counted_once() -> None:
+    sequences = {
+        tuple(sample.inputs[0].tolist())
+        for task in TASKS.values()
+        for seed in SEEDS
+        for sample in task.samples(14, scored_seed(seed))
+    }
+    models = len(copying.STUDY.models) + len(induction.EXPLAINED) + len(alignment.MODELS)
+    assert f" {len(sequences)} sequences and {14 * len(SEEDS) * models} pairs" in sizes_text(14)
 
 
 def test_the_remark_names_the_baselines_that_win() -> None:
