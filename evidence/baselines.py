@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 import unilinattn as ula
 from evidence.claims import HERE, Claim
-from evidence.comparisons import between
+from evidence.comparisons import between, within
 from evidence.pictures import BASELINES
 from evidence.study import Model, View
 from unilinattn.evaluation import Sample
 from unilinattn.evaluation.scorers import Scorer, as_result
+from unilinattn.methods.default import CAUSAL, OTHER
 from unilinattn.results.attribution import Attribution
 from unilinattn.tracing.trace import Trace
 
@@ -22,6 +23,9 @@ SAME_TOKEN = "same token"
 
 CONTROL_SEED = 1000
 """Added to a model's seed for the random weights of its controls."""
+
+MARGIN = 0.05
+"""Difference of AP up to which a method finds no less than another."""
 
 RANDOM, NEW_MIXER = "random weights", "new last mixer"
 
@@ -103,6 +107,35 @@ def of_training(table: str, metric: str, methods: Mapping[str, Sequence[str]], m
             ),
         )
         for name, text in CONTROLS.items()
+    ]
+
+
+def default_of(model: str) -> str:
+    """Return the method of the default of `explain` on a model of the studies, by its name; here for a logit."""
+    return (CAUSAL if "transformer" in model else OTHER).name
+
+
+def of_default(table: str, methods: Sequence[str], models: Sequence[str]) -> list[Claim]:
+    """Return the claims that the default of `explain`, and the method that counts decisions, find no less by AP."""
+    names = list(dict.fromkeys(map(default_of, models)))
+    others = {model: [method for method in methods if method != default_of(model)] for model in models}
+    return [
+        Claim.of(
+            f"The default of `explain`, {' or '.join(f'`{name}`' for name in names)}"
+            f"{' by the model' if len(names) > 1 else ''}, finds no less than any other method of all layers",
+            HERE,
+            *(
+                within(table, "ap", other, default_of(model), [model], most=MARGIN)
+                for model in models
+                for other in others[model]
+            ),
+        ),
+        Claim.of(
+            f"`{CAUSAL.name}`, which counts what tokens decide, finds no less than `logit`, which counts what they "
+            "send",
+            HERE,
+            within(table, "ap", "logit", CAUSAL.name, models, most=MARGIN),
+        ),
     ]
 
 

@@ -24,6 +24,12 @@ STEPS = (32, 64, 128, 256, 512, 1024)
 BASELINE: Baseline = "mean-embedding"
 """Start of the path: the mean embedding at every token."""
 
+RULE = (
+    f"Integrated gradients start at the mean embedding and take {STEPS[0]}, {STEPS[1]}, ... steps, until the sum of "
+    f"the scores misses the difference of the two logits by at most {100 * LARGEST_GAP:g} % in a batch."
+)
+"""The rule for readers of a page."""
+
 
 def integrated_gradients(trace: Trace, samples: Sequence[Sample]) -> Attribution:
     """Explain the predictions at the targets of samples with the first number of `STEPS` whose gap is small enough.

@@ -18,6 +18,7 @@ from evidence.baselines import (
     SAME_TOKEN_ROW,
     controlled_view,
     controls,
+    of_default,
     of_training,
     remark,
 )
@@ -53,6 +54,7 @@ END_TO_END: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "alti logit": ("alti_logit", {}),
     "logit": ("logit", {}),
     "lrp": ("lrp", {}),
+    "attn_lrp": ("attn_lrp", {}),
     "gradient": ("gradient", {}),
     "input x gradient": ("input_x_gradient", {}),
     "integrated gradients": ("integrated_gradients", {"n_steps": 16}),
@@ -244,6 +246,7 @@ keys that hold the predicted token. Methods explain the prediction, also that of
                 HERE,
                 *(better("answer", "ap", method, SAME_TOKEN, every) for method in (*BY_LAYER, *END_TO_END)),
             ),
+            *of_default("answer", [*END_TO_END], every),
             *of_training("answer", "ap", CONTROLLED, every),
             Claim(
                 "Mamba-1 finds less than Mamba-2 by every variant",

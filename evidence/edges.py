@@ -18,7 +18,7 @@ from evidence.pictures import dots
 from evidence.rows import number
 from evidence.study import Size, Study, View
 from evidence.tasks import METHODS as COMMON
-from evidence.tasks import TASKS, hosts_by_task
+from evidence.tasks import TASKS, hosts_by_task, words
 from evidence.training import HELD_OUT_SEED, SELECTION_SEED
 from unilinattn.evaluation import Sample, Table
 from unilinattn.evaluation.measures import Case
@@ -182,13 +182,14 @@ in the logit. Numbers are falls of the logit, averaged over sequences.
         tables = {}
         for name, task in TASKS.items():
             models = {model: hosts[f"{name}/{model}"] for model in task.models}
-            samples = task.samples(size.scored, HELD_OUT_SEED)
+            draw = partial(words, each=2) if name == "alignment" else task.samples
+            samples = draw(size.scored, HELD_OUT_SEED)
             tables[f"tokens of {name}"] = ula.evaluate(
                 models,
                 samples,
                 METHODS,
                 {"ap": "ap", **{f"{k} cut": partial(token_fall, count=k) for k in TOKENS}},
-                selection=task.samples(size.selection, SELECTION_SEED),
+                selection=draw(size.selection, SELECTION_SEED),
                 select_by="ap",
                 out=out / name,
                 progress=False,

@@ -16,6 +16,7 @@ from evidence.baselines import NEW_MIXER, RANDOM, SAME_TOKEN, SAME_TOKEN_ROW
 from evidence.claims import HERE, Claim, Results
 from evidence.comparisons import Comparison, Relation, better, bounded, within
 from evidence.conv_ssm import ConvSSMForCausalLM
+from evidence.convergence import CONVERGED, RULE
 from evidence.mechanism import VOCABULARY, constructed, mechanism
 from evidence.pictures import COLOURS, figure
 from evidence.rows import number, proportion
@@ -32,8 +33,7 @@ LENGTH, WIDTH, STATE = 48, 64, 16
 KEY = VOCABULARY - 1
 """Id of the special token."""
 
-ACCURACY_SEQUENCES = 1024
-MECHANISM_SEQUENCES = 64
+ACCURACY_SEQUENCES, MECHANISM_SEQUENCES = 1024, 64
 DECAYS = (0.25, 0.5, 0.75, 0.9, 1.0)
 """Decays of the constructed model."""
 
@@ -80,7 +80,7 @@ TABLE_2 = {
 }
 """Accuracies of Induction Table 2, without and with the special token."""
 
-METHODS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+METHODS: Mapping[str, Any] = {
     "raw": ("raw", {}),
     "latim l1": ("latim", {"p": 1}),
     "latim l2": ("latim", {}),
@@ -90,20 +90,20 @@ METHODS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "alti rollout": ("alti", {"compose": "rollout"}),
     "logit": ("logit", {}),
     "lrp": ("lrp", {}),
+    "attn_lrp": ("attn_lrp", {}),
     "gradient": ("gradient", {}),
     "input x gradient": ("input_x_gradient", {}),
-    "integrated gradients": ("integrated_gradients", {"n_steps": 16}),
+    CONVERGED.label: CONVERGED,
 }
 
 BY_LAYER = ("raw", "latim l1", "latim l2", "alti")
-COMPOSED = [name for name in METHODS if name not in (*BY_LAYER, "integrated gradients")]
+COMPOSED = [name for name in METHODS if name not in (*BY_LAYER, CONVERGED.label)]
 CONTROLLED = {RANDOM: [*BY_LAYER, *COMPOSED], NEW_MIXER: COMPOSED}
-"""Methods that explain the controls: integrated gradients take as long as all others, and the map of one layer does not
-depend on later mixers."""
+"""Methods that explain the controls; the map of one layer does not depend on later mixers."""
 
 
 def _mamba(blocks: int) -> nn.Module:
-    tokens = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
     shape = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "state_size": STATE, "num_hidden_layers": blocks}
     return build("mamba", {**shape, **tokens, "tie_word_embeddings": False, "use_cache": False})
 
@@ -178,7 +178,7 @@ without decay (1.0) sums all earlier occurrences, and with one half the last one
                 for model in EXPLAINED
                 for metric, short in (("hit_at_1", "hit@1"), ("ap", "AP"))
             ],
-            note="Of two layers, the scored one is chosen on other sequences.",
+            note=f"Of two layers, the scored one is chosen on other sequences. {RULE}",
         ),
         baselines.controlled_view("methods", "The key of the answer", EXPLAINED),
     )
@@ -328,7 +328,7 @@ without decay (1.0) sums all earlier occurrences, and with one half the last one
             Claim.of(
                 "`logit` finds the answer's key more often than integrated gradients",
                 HERE,
-                better("methods", "hit_at_1", "logit", "integrated gradients", EXPLAINED),
+                better("methods", "hit_at_1", "logit", CONVERGED.label, EXPLAINED),
             ),
             Claim.of(
                 "Every method finds the answer's key more often than chance",
@@ -340,6 +340,7 @@ without decay (1.0) sums all earlier occurrences, and with one half the last one
                 HERE,
                 *(better("methods", "ap", method, SAME_TOKEN, EXPLAINED) for method in METHODS),
             ),
+            *baselines.of_default("methods", [*COMPOSED, CONVERGED.label], EXPLAINED),
             *baselines.of_training("methods", "ap", CONTROLLED, EXPLAINED),
             Claim(
                 "Two blocks reach 94.8 % and one 92.9 % on sequences of 255 tokens",
@@ -369,8 +370,7 @@ without decay (1.0) sums all earlier occurrences, and with one half the last one
         taps.set_ylabel("channel")
         pair = ula.analysis.token_keys(trace, 0, lag=1), ula.analysis.token_queries(trace, 0)
         match.imshow(ula.analysis.token_similarity(*pair).similarity, cmap="RdBu_r", vmin=-1, vmax=1)
-        match.set_xlabel("query of token")
-        match.set_ylabel("key by the previous token")
+        match.set(xlabel="query of token", ylabel="key by the previous token")
         weights = trace.layers[0].operator.rows(-1, scope="core", heads=0)[0].abs().flatten().tolist()
         ids = batch.input_ids[0].tolist()
         after = [at for at in range(1, LENGTH - 1) if ids[at - 1] == ids[-1]]

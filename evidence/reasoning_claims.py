@@ -11,7 +11,7 @@ from unilinattn.methods.default import CAUSAL, OTHER
 DEFAULTS = {"mamba2": OTHER.name, "transformer": CAUSAL.name}
 """The method of the default of `explain` on each architecture, here for a logit."""
 
-OF_DEFAULT = "`attn_lrp` on the Transformer and `lrp` on Mamba-2"
+OF_DEFAULT = f"`{CAUSAL.name}` on the Transformer and `{OTHER.name}` on Mamba-2"
 
 MODELS = tuple(DEFAULTS)
 

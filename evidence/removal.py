@@ -8,15 +8,17 @@ import torch
 from torch import Tensor, nn
 
 import unilinattn as ula
+from evidence.baselines import token_scorer
 from evidence.claims import HERE, Claim, Results
 from evidence.comparisons import Comparison
 from evidence.comparisons import better as of_models
 from evidence.pictures import dots
-from evidence.study import Size, Study, View
+from evidence.study import BATCH, Size, Study, View
 from evidence.tasks import METHODS as COMMON
-from evidence.tasks import TASKS, hosts_by_task, labelled
-from evidence.training import HELD_OUT_SEED, SELECTION_SEED
+from evidence.tasks import TASKS, UNIT, hosts_by_task, labelled, sizes_text
+from evidence.training import scored_seed, selection_seed
 from unilinattn.evaluation import Sample, Table
+from unilinattn.evaluation.perturbation import TENTHS
 from unilinattn.tracing.trace import Trace
 
 if TYPE_CHECKING:
@@ -39,6 +41,10 @@ def gold(trace: Trace, sample: Sample) -> Tensor:
     return torch.maximum(scores, before / 2)
 
 
+GOLD: Mapping[str, Any] = {"gold": token_scorer("gold", gold)}
+"""The row of the known answer."""
+
+
 class RemovalStudy(Study):
     """Activation and pruning tests on three tasks with known answers."""
 
@@ -48,7 +54,10 @@ class RemovalStudy(Study):
         "Does a model keep its answer when it reads the highest-ranked tokens only, and change it most when they go?"
     )
     source = "HMA ACL Tables 3 and 9"
-    text = """
+    unit = UNIT
+    size = Size(14, 4)
+    quick = Size(2, 2)
+    text = f"""
 The models of copying, induction and alignment. Activation adds tokens to an input of mean embeddings, most relevant
 first, and watches the probability of the true answer (AUAC, larger is better). Pruning removes them, least relevant
 first, and watches the squared change of the logits (AU-MSE, smaller is better). The query's own token stays.
@@ -56,12 +65,12 @@ first, and watches the squared change of the logits (AU-MSE, smaller is better).
 `gold` ranks the keys that hold the answer first, then the tokens right before them: in a model that stores pairs of
 tokens the answer is found by the token before it. `recency` ranks the nearest tokens first. The paper runs language
 models of up to 2.8 billion parameters on ARC-Easy, without known answers and without baselines.
+{sizes_text(size.scored)}.
+Each method reads {2 * len(TENTHS)} changed inputs for a pair.
 """
     caption = (
         "Probability of the true answer as tokens are added, most relevant first: AUAC by method, mean of three seeds."
     )
-    size = Size(5, 3)
-    quick = Size(2, 2)
     views = tuple(
         View(
             name,
@@ -83,12 +92,13 @@ models of up to 2.8 billion parameters on ARC-Easy, without known answers and wi
         return {
             name: ula.evaluate(
                 {model: hosts[f"{name}/{model}"] for model in task.models},
-                labelled(task.samples(size.scored, HELD_OUT_SEED)),
-                {**METHODS, "gold": gold},
+                labelled(task.samples(size.scored, scored_seed(seed))),
+                {**METHODS, **GOLD},
                 METRICS,
-                selection=labelled(task.samples(size.selection, SELECTION_SEED)),
+                selection=labelled(task.samples(size.selection, selection_seed(seed))),
                 out=out / name,
                 progress=False,
+                batch_size=BATCH,
             )
             for name, task in TASKS.items()
         }

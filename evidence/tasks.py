@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from evidence import alignment, copying, induction
-from evidence.study import Study
+from evidence.study import SEEDS, Study
 from unilinattn.evaluation import Sample
 
 METHODS: Mapping[str, Any] = {
@@ -46,16 +46,30 @@ class Task:
         return {model: hosts[model] for model in self.models}
 
 
-def _words(count: int, seed: int) -> list[Sample]:
-    return alignment.single_words(alignment.samples(count, seed), each=2)
+def words(count: int, seed: int, each: int = 1) -> list[Sample]:
+    """Return sentences of alignment with one target word, or `each` of two target words."""
+    return alignment.single_words(alignment.samples(count, seed), each=each)
 
 
 TASKS: Mapping[str, Task] = {
     "copying": Task(copying.STUDY, tuple(copying.STUDY.models), copying.samples),
     "induction": Task(induction.STUDY, induction.EXPLAINED, induction.samples),
-    "alignment": Task(alignment.STUDY, tuple(alignment.STUDY.models), _words),
+    "alignment": Task(alignment.STUDY, tuple(alignment.STUDY.models), words),
 }
 """The tasks by name."""
+
+UNIT = "sequences of each task"
+"""A sample of the studies of all tasks, in the plural: the models of a task read the same ones."""
+
+
+def sizes_text(scored: int) -> str:
+    """Return how many sequences a study of all tasks has, from those of a task and a seed."""
+    sequences = scored * len(SEEDS) * len(TASKS)
+    pairs = scored * len(SEEDS) * sum(len(task.models) for task in TASKS.values())
+    return (
+        f"Each seed has other sequences, {scored} of each task, which the models of a task share: in all {sequences} "
+        f"sequences and {pairs} pairs of a sequence and a model"
+    )
 
 
 def hosts_by_task(weights: Path, seed: int) -> dict[str, Callable[[], nn.Module]]:

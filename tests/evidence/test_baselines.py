@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import unilinattn as ula
-from evidence import alignment, bootstrap, copying, induction
+from evidence import alignment, bootstrap, copying, induction, retrieval
 from evidence.__main__ import WEIGHTS
 from evidence.baselines import (
     CONTROLS,
@@ -16,11 +16,14 @@ from evidence.baselines import (
     SAME_TOKEN_ROW,
     control,
     controls,
+    default_of,
+    of_default,
     of_training,
     remark,
 )
 from evidence.rows import number
 from evidence.study import SEEDS
+from evidence.tasks import TASKS, sizes_text
 from evidence.training import HELD_OUT_SEED, SELECTION_SEED, STEPS_OF_A_SEED, scored_seed, selection_seed
 from tests.evidence.tables import made, verdicts
 from unilinattn.evaluation import row_scores
@@ -92,6 +95,54 @@ def test_a_trained_model_is_compared_with_its_controls(monkeypatch: pytest.Monke
                     row["value"], row["parts"] = value, [[value, 1.0]]
         assert verdicts(claims, type(results)(results.tables))[f"{claims[0].text} here"] == expected
         assert [len(claim.comparisons) for claim in claims] == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("study", "models"),
+    [
+        (copying.STUDY, copying.STUDY.models),
+        (induction.STUDY, induction.EXPLAINED),
+        (alignment.STUDY, alignment.MODELS),
+        (retrieval.STUDY, retrieval.MODELS),
+    ],
+)
+def test_the_default_is_that_of_explain(study, models) -> None:
+    hosts = study.hosts(WEIGHTS, 0)
+    names = {}
+    for model in models:
+        trace = ula.trace(hosts[model](), torch.zeros(1, 3, dtype=torch.long), progress=False)
+        names[model] = ula.explain(trace, target=-1, progress=False).method
+    assert names == {model: default_of(model) for model in models}
+
+
+def test_the_default_is_compared_with_the_other_methods(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bootstrap, "RESAMPLES", 50)
+    models, methods = ["mamba", "transformer"], ["rollout", "logit", "lrp", "attn_lrp"]
+    claims = of_default("t", methods, models)
+    assert [len(claim.comparisons) for claim in claims] == [6, 2]
+    compared = {(one.terms[0][1][1:3], one.terms[1][1][1:3]) for one in claims[0].comparisons}
+    assert (("mamba", "logit"), ("mamba", "lrp")) in compared
+    assert (("transformer", "lrp"), ("transformer", "attn_lrp")) in compared
+    values = dict.fromkeys(methods, 0.5)
+    for changed, expected in (
+        ({}, ("holds", "holds")),
+        ({"attn_lrp": 0.4}, ("contradicted", "contradicted")),
+        ({"lrp": 0.4}, ("contradicted", "holds")),
+        ({"rollout": 0.54}, ("holds", "holds")),
+    ):
+        results = made({"t": (models, methods, ["ap"])}, lambda method, _, now={**values, **changed}: now[method])
+        assert tuple(verdicts(claims, results).values()) == expected
+
+
+def test_the_sequences_of_all_tasks_are_counted_once() -> None:
+    sequences = {
+        tuple(sample.inputs[0].tolist())
+        for task in TASKS.values()
+        for seed in SEEDS
+        for sample in task.samples(14, scored_seed(seed))
+    }
+    models = len(copying.STUDY.models) + len(induction.EXPLAINED) + len(alignment.MODELS)
+    assert f" {len(sequences)} sequences and {14 * len(SEEDS) * models} pairs" in sizes_text(14)
 
 
 def test_the_remark_names_the_baselines_that_win() -> None:
