@@ -51,9 +51,6 @@ KNOCKOUT = "Endy et al. (ACL 2025)"
 HALF = 0.71
 """The correlation of ranks that share half of their variance."""
 
-DELETED = 16
-"""Prompts on which rankings are tested, the first ones."""
-
 LABELS = {"mamba2": "Mamba-2", "gated_deltanet": "gated DeltaNet"}
 
 DRAWN = {EFFECT: "#1c1f2b", DEFAULT: COLOURS[1], "attribution": COLOURS[0], "latim": COLOURS[2], "recency": "#b9bdc9"}
@@ -88,9 +85,9 @@ is the mean of its jackknife pseudo-values over prompts.
 
 *Deletions*: of the tokens before the last one the highest-ranked {" or ".join(f"{f:.0%}" for f in FRACTIONS)} are
 replaced, by random tokens (mean of {DRAWS} draws, the same ones for every method) or by the mean embedding of the
-prompt, and so are the lowest-ranked ones; numbers are means over both shares, on {DELETED} prompts. `effect` ranks by
-the truth, with other draws. `lrp` explains log-odds, the default of `explain` for these models; `raw` and `latim` are
-means over layers.
+prompt, and so are the lowest-ranked ones; numbers are means over both shares, on the first half of the prompts.
+`effect` ranks by the truth, with other draws. `lrp` explains log-odds, the default of `explain` for these models; `raw`
+and `latim` are means over layers.
 """
     caption = (
         "Left: fall of the log-probability when the edge from the most important token (solid) or the distant one "
@@ -136,7 +133,11 @@ means over layers.
             return {}
         every = {name: prompts(name, size.scored) for name in hosts}
         cuts = Table(cut_rows(hosts, every))
-        deleted = [row for name, load in hosts.items() for row in deletion_rows(name, load, every[name][:DELETED], out)]
+        deleted = [
+            row
+            for name, load in hosts.items()
+            for row in deletion_rows(name, load, every[name][: size.scored // 2], out)
+        ]
         return {CUTS: cuts, RANKS: Table(rank_rows(cuts)), DELETION: Table(deleted)}
 
     def claims(self, results: Results) -> list[Claim]:
