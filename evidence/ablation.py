@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -160,10 +159,10 @@ def _middle(model: str) -> dict[str, float]:
     return dict.fromkeys(central, 1 / len(central))
 
 
-def _differences(models: Iterable[str], more: str, less: str) -> list[Comparison]:
+def _differences(source: str, more: str, less: str) -> list[Comparison]:
     """Return for each model that the fall is larger by a cut in one window, early, middle or late, than in another."""
     comparisons = []
-    for source, model in product(SOURCES, models):
+    for model in LABELS:
         first, *_, last = windows(model)
         weights = {"early": {first: 1.0}, "middle": _middle(model), "late": {last: 1.0}}
         terms = [(weight, Term(CUTS, model, name, source)) for name, weight in weights[more].items()]
@@ -185,9 +184,26 @@ def _of_cuts() -> list[Claim]:
         Claim.of(
             "Cutting the edge from the most important token lowers log p more than from another token", HERE, more
         ),
-        Claim.of("A late window matters more than an early one", KNOCKOUT, _differences(LABELS, "late", "early")),
-        Claim.of("A middle window matters more than an early one", KNOCKOUT, _differences(LABELS, "middle", "early")),
-        Claim.of("A late window matters more than a middle one", HERE, _differences(LABELS, "late", "middle")),
+        Claim.of(
+            "From a distant token, a late window matters more than an early one",
+            KNOCKOUT,
+            _differences(DISTANT, "late", "early"),
+        ),
+        Claim.of(
+            "From a distant token, a middle window matters more than an early one",
+            KNOCKOUT,
+            _differences(DISTANT, "middle", "early"),
+        ),
+        Claim.of(
+            "From a distant token, a late window matters more than a middle one",
+            HERE,
+            _differences(DISTANT, "late", "middle"),
+        ),
+        Claim.of(
+            "From the most important token, mostly a neighbour of the last one, later windows matter more than earlier ones",
+            HERE,
+            *(_differences(IMPORTANT, *pair) for pair in (("late", "early"), ("middle", "early"), ("late", "middle"))),
+        ),
         Claim.of(
             "Cutting the edges from the distant token to every later one lowers log p more than the edge to the last "
             "token",
@@ -287,7 +303,7 @@ def _drawing(results: Results) -> "Figure":
         ax.set_title(LABELS[model], fontsize=10, loc="left")
         ax.set_xticks(FRACTIONS, [f"{fraction:.0%}" for fraction in FRACTIONS])
         ax.set_xlabel("share of the tokens replaced", fontsize=9)
-    right[0].legend(frameon=False, fontsize=8)
+    right[-1].legend(frameon=False, fontsize=8, loc="center right")
     for ax in (left, *right):
         ax.spines[["top", "right"]].set_visible(False)
         ax.tick_params(labelsize=8)
