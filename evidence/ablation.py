@@ -200,7 +200,8 @@ def _of_cuts() -> list[Claim]:
             _differences(DISTANT, "late", "middle"),
         ),
         Claim.of(
-            "From the most important token, mostly a neighbour of the last one, later windows matter more than earlier ones",
+            "From the most important token, mostly a neighbour of the last one, later windows matter more than "
+            "earlier ones",
             HERE,
             *(_differences(IMPORTANT, *pair) for pair in (("late", "early"), ("middle", "early"), ("late", "middle"))),
         ),
