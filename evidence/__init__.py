@@ -5,7 +5,18 @@ import importlib
 from evidence.study import Study
 from unilinattn.errors import OptionError, nearest
 
-NAMES = ("vision", "alignment", "retrieval", "copying", "induction", "reasoning", "theorems", "removal", "edges")
+NAMES = (
+    "vision",
+    "alignment",
+    "retrieval",
+    "copying",
+    "induction",
+    "reasoning",
+    "theorems",
+    "removal",
+    "edges",
+    "ablation",
+)
 """The studies, in the order of the page; each is a module with a `STUDY`."""
 
 

@@ -23,6 +23,7 @@ random weights; `ARGS="--write"` records the numbers and writes these pages. A s
 
 - Every model is trained from {seeds} seeds. A number is the mean over seeds, with the standard deviation after ±. A
   heading has the number of samples of each seed.
+- The language models of text are trained once: their n counts prompts, over which their intervals are.
 - The models of each seed are scored on samples that no model is trained on, and the layer of a method that keeps its
   layers is chosen on others.
 - A claim is one comparison or several. A comparison *holds* if the interval of its number lies on the side of the bound

@@ -67,7 +67,7 @@ def _table(view: View, record: Numbers) -> str:
         papers = [column.get(method, "") for column in view.paper.values()]
         lines.append(f"| {' | '.join([method, *ours, *papers])} |")
     counts = [row["samples"] for row in record["numbers"] if row["table"] == view.table]
-    title = f"**{view.title}, n = {_count(counts)} x {len(record['seeds'])} seeds**"
+    title = f"**{view.title}, n = {_count(counts)}{_times(record)}**"
     return "\n".join([title, "", *lines, *(["", view.note] if view.note else [])])
 
 
@@ -117,13 +117,21 @@ def _outcome(row: Mapping[str, Any]) -> str:
 
 def _samples(row: Mapping[str, Any]) -> str:
     samples = row["samples"]
+    if len(samples) == 1:
+        return str(samples[0])
     return f"{samples[0]} x {len(samples)}" if len(set(samples)) == 1 else " + ".join(map(str, samples))
 
 
 def size_text(study: Study, record: Numbers) -> str:
     """Return the number of samples of each seed in words."""
-    scored, seeds = record["size"]["scored"], f"{len(record['seeds'])} seeds"
-    return seeds if scored == 1 else f"{scored} {study.unit} x {seeds}"
+    scored = record["size"]["scored"]
+    return f"{len(record['seeds'])} seeds" if scored == 1 else f"{scored} {study.unit}{_times(record)}"
+
+
+def _times(record: Numbers) -> str:
+    """Return the number of seeds as a factor; nothing for models that are trained once."""
+    seeds = len(record["seeds"])
+    return f" x {seeds} seeds" if seeds > 1 else ""
 
 
 def _count(counts: Sequence[int]) -> str:

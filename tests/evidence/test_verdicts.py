@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 RESULTS = Path(__file__).parents[2] / "evidence" / "results"
-STUDIES = ("vision", "alignment", "retrieval", "copying", "induction", "reasoning", "removal", "edges")
+STUDIES = ("ablation", "vision", "alignment", "retrieval", "copying", "induction", "reasoning", "removal", "edges")
 VERDICTS = ("holds", "contradicted", "inconclusive")
 COUNT = 10
 LARGEST = 500
