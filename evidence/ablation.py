@@ -79,8 +79,10 @@ mean over {OTHERS} random ones; no method names them.
 
 *Cuts*: the edge from a token to the last one is cut in all layers, or in a window of two consecutive
 ones; residual streams, other edges and decays stay. Endy et al. cut the tokens of a subject in facts
-that models of up to 2.8 billion parameters know; here it is one token, and the text is no list of facts. A correlation
-is the mean of its jackknife pseudo-values over prompts.
+that models of up to 2.8 billion parameters know; here it is one token, and the text is no list of facts. That the
+distant token stands for their subjects was decided after its numbers were known; the same claims do not hold for the
+most important token, which is mostly a neighbour of the last one. A correlation is the mean of its jackknife
+pseudo-values over prompts.
 
 *Deletions*: of the tokens before the last one the highest-ranked {" or ".join(f"{f:.0%}" for f in FRACTIONS)} are
 replaced, by random tokens (mean of {DRAWS} draws, the same ones for every method) or by the mean embedding of the

@@ -29,9 +29,6 @@ CAPTION = (
 
 COLUMNS, GREY = 3, "#8a90a0"
 
-PREDICTED = 117
-"""Prompts with distant words whose intended word SmolLM2-135M predicts with and without begin-of-text."""
-
 TITLES = {"hit_at_1": "hit@1", "spearman": "Spearman"}
 
 
@@ -242,8 +239,8 @@ def _distant_words() -> str:
     return (
         f"The answers of these prompts of 14 to 24 tokens need words far from the end. They have {len(kinds)} kinds: "
         f"{', '.join(kinds)}. Of {sum(map(len, kinds.values()))} prompts that were written with an intended "
-        f"word each, SmolLM2-135M predicts it for {PREDICTED} with and without begin-of-text; the first {PER_KIND} of "
-        "each kind of these are read. No score and no effect selected a prompt."
+        f"word each, the first {PER_KIND} of each kind are read for which SmolLM2-135M predicts it, with and without "
+        "begin-of-text. No score and no effect selected a prompt."
     )
 
 
