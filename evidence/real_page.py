@@ -240,7 +240,7 @@ def _distant_words() -> str:
         f"The answers of these prompts of 14 to 24 tokens need words far from the end. They have {len(kinds)} kinds: "
         f"{', '.join(kinds)}. Of {sum(map(len, kinds.values()))} prompts that were written with an intended "
         f"word each, the first {PER_KIND} of each kind are read for which SmolLM2-135M predicts it, with and without "
-        "begin-of-text. No score and no effect selected a prompt."
+        "begin-of-text. They are read with begin-of-text. No score and no effect selected a prompt."
     )
 
 

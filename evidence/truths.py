@@ -276,7 +276,7 @@ CHECKPOINTS: Mapping[str, Checkpoint] = {
     ),
     DISTANT: Checkpoint(
         ("smollm2", "gguf"),
-        "SmolLM2-135M, distant words, begin-of-text first",
+        "SmolLM2-135M, distant words",
         checkpoints.smollm2,
         _distant,
         _plain_words,
