@@ -12,7 +12,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import unilinattn as ula
-from evidence.baselines import NEW_MIXER, RANDOM, controlled_view, controls, of_training, remark, token_scorer
+from evidence.baselines import (
+    NEW_MIXER,
+    RANDOM,
+    controlled_view,
+    controls,
+    of_default,
+    of_training,
+    remark,
+    token_scorer,
+)
 from evidence.claims import HERE, Claim, Results
 from evidence.comparisons import Comparison, better
 from evidence.drawing import draw_links
@@ -43,15 +52,15 @@ def samples(count: int, seed: int) -> list[Sample]:
     return found
 
 
-def single_words(sentences: Sequence[Sample], each: int = 1) -> list[Sample]:
-    """Return each sentence once or twice, with one target word explained in each: the words take turns."""
+def single_words(sentences: Sequence[Sample]) -> list[Sample]:
+    """Return each sentence with one target word explained: the words take turns."""
     single = []
     for at, sample in enumerate(sentences):
         assert sample.relevant is not None
         words = sample.relevant.any(-1).nonzero().flatten().tolist()
-        for target in (words[at % len(words)], words[(at + len(words) // 2) % len(words)])[:each]:
-            row = {name: getattr(sample, name)[target] for name in ("relevant", "possible", "valid")}
-            single.append(Sample(inputs=sample.inputs, target=target, name=f"{sample.name}-{target}", **row))
+        target = words[at % len(words)]
+        row = {name: getattr(sample, name)[target] for name in ("relevant", "possible", "valid")}
+        single.append(Sample(inputs=sample.inputs, target=target, name=f"{sample.name}-{target}", **row))
     return single
 
 
@@ -116,6 +125,7 @@ END_TO_END: Mapping[str, Any] = {
     "alti_logit": "alti_logit",
     "logit": "logit",
     "lrp": "lrp",
+    "attn_lrp": "attn_lrp",
 }
 """Methods of all layers that explain every target word in one run."""
 
@@ -350,6 +360,7 @@ it occurs in other sentences, by Dice's coefficient, and reads no layer.
                 )
                 for method in methods
             ]
+        claims += of_default("sentences", [*END_TO_END], every)
         claims += of_training("sentences", "ap", CONTROLLED, every)
         return claims
 

@@ -1,6 +1,6 @@
 """Answers of models to questions, and metrics of the scores that explain them, also if they are wrong."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +25,7 @@ class Answer:
         context: number of tokens of the context.
         answer, predicted: the right token, and the model's.
         name: the length of the context, and the question's number.
+        of: the length and the number of the context.
     """
 
     ids: Int[Tensor, "1 length"]
@@ -32,6 +33,7 @@ class Answer:
     answer: int
     predicted: int
     name: str
+    of: tuple[int, int] = (0, 0)
 
     @property
     def right(self) -> bool:
@@ -65,15 +67,31 @@ def answers(host: nn.Module, drawn: Questions) -> list[Answer]:
             int(drawn.labels[at, query]),
             int(predicted[at, query]),
             f"{drawn.context}-{number}",
+            (drawn.context, at),
         )
         for number, (at, query) in enumerate((drawn.labels != NO_ANSWER).nonzero().tolist())
     ]
 
 
-def of_all_lengths(host: nn.Module, draw: Callable[..., Questions], count: int, seed: int) -> list[Answer]:
-    """Return the answers for `count` contexts of each scored length, the lengths in turn."""
-    by_length = [answers(host, draw(count, seed, length=length)) for length in SCORED_LENGTHS]
+def of_all_lengths(
+    host: nn.Module, draw: Callable[..., Questions], count: int, seed: int, *, step: int = 0
+) -> list[Answer]:
+    """Return the answers for `count` contexts of each scored length, the lengths in turn.
+
+    `step`: difference of the seeds of two lengths; contexts that are drawn from one seed share words.
+    """
+    by_length = [
+        answers(host, draw(count, seed + step * index, length=length)) for index, length in enumerate(SCORED_LENGTHS)
+    ]
     return [answer for group in zip(*by_length, strict=True) for answer in group]
+
+
+def one_of_each_context(every: Sequence[Answer]) -> list[Answer]:
+    """Return one answer of each context, the questions in turn."""
+    contexts: dict[tuple[int, int], list[Answer]] = {}
+    for answer in every:
+        contexts.setdefault(answer.of, []).append(answer)
+    return [questions[number % len(questions)] for number, questions in enumerate(contexts.values())]
 
 
 def answer_ap(case: Case) -> float:

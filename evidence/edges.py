@@ -1,14 +1,15 @@
 """Faithfulness by causal edges: cut the highest-ranked tokens or edges in the running model, and read the logit."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
+from torch.nn.functional import one_hot
 
 import unilinattn as ula
 from evidence.claims import HERE, Claim, Results
@@ -16,13 +17,17 @@ from evidence.comparisons import Comparison
 from evidence.comparisons import better as of_models
 from evidence.pictures import dots
 from evidence.rows import number
-from evidence.study import Size, Study, View
+from evidence.study import BATCH, Size, Study, View
 from evidence.tasks import METHODS as COMMON
-from evidence.tasks import TASKS, hosts_by_task, words
-from evidence.training import HELD_OUT_SEED, SELECTION_SEED
+from evidence.tasks import TASKS, UNIT, hosts_by_task, sizes_text
+from evidence.training import scored_seed, selection_seed
 from unilinattn.evaluation import Sample, Table
-from unilinattn.evaluation.measures import Case
+from unilinattn.evaluation.measures import Case, function_metric
 from unilinattn.evaluation.processes import Processes
+from unilinattn.operator.edges import Edges, Groups
+from unilinattn.operator.operator import MixerOperator
+from unilinattn.reruns.cut import Cut
+from unilinattn.reruns.rerun import rerun
 from unilinattn.tracing.trace import Trace
 
 if TYPE_CHECKING:
@@ -36,21 +41,56 @@ TOKENS = (1, 4)
 EDGES = (4, 16)
 """Numbers of single edges that are cut, each in its layer."""
 
-RUNS = 256
+RUNS = 64
 """Number of runs of a model whose results are kept."""
 
-Cuts = tuple[tuple[int | None, tuple[tuple[int, int], ...]], ...]
-"""Pairs (query, key) of layers, None for all layers together."""
+
+@dataclass(frozen=True, eq=False)
+class Masked(Edges):
+    """The edges of each sequence, as a boolean map."""
+
+    cut: Bool[Tensor, "batch query key"]
+
+    def groups(self, operator: MixerOperator) -> Groups:
+        """Return a group for each key of a sequence with a cut edge; a sequence with fewer keys has empty groups."""
+        cut = self.cut.any(1)
+        keys = cut.int().argsort(dim=1, descending=True, stable=True)[:, : int(cut.sum(1).max())]
+        queries = self.cut.mT.gather(1, keys[:, :, None].expand(-1, -1, self.cut.shape[1]))
+        return Groups(queries, one_hot(keys, self.cut.shape[2]).bool())
+
+
+@torch.no_grad()
+def falls(
+    trace: Trace, sequence: int, position: int, cuts: Bool[Tensor, "run layer query key"]
+) -> Float[Tensor, " run"]:
+    """Return the predicted logit at a position of a traced sequence, less that of runs without some edges of layers."""
+    cuts = torch.cat([torch.zeros_like(cuts[:1]), cuts])
+    without = [Cut(Masked(edges), layers=[layer]) for layer, edges in enumerate(cuts.unbind(1)) if edges.any()]
+    sequences = torch.full((len(cuts),), sequence)
+    positions = torch.full((trace.layers[-1].output.shape[0],), position)
+    logits = rerun(trace, sequences, without, positions=positions).logits(positions[sequences])[:, 0]
+    predicted = logits[:, logits[0].argmax()]
+    return predicted[0] - predicted[1:]
 
 
 def token_fall(case: Case, count: int) -> float:
     """Return the fall of the predicted logit when the edges of the `count` highest keys to other tokens are cut."""
-    position = case.position
-    assert position is not None
-    keys = torch.where(case.valid, case.scores.double(), -torch.inf).topk(count).indices
-    length = len(case.scores)
-    pairs = [(query, key) for key in sorted(keys.tolist()) for query in range(key + 1, length)]
-    return _fall(case.model, case.sample, position, ((None, tuple(pairs)),))
+    assert case.position is not None
+    order = torch.where(case.valid, case.scores.double(), -torch.inf).topk(max(TOKENS)).indices.tolist()
+    keys = tuple(tuple(sorted(order[:most])) for most in TOKENS)
+    return float(_token_falls(case.trace, case.row, case.position, keys)[TOKENS.index(count)])
+
+
+# Many methods choose the same tokens.
+@lru_cache(maxsize=RUNS)
+def _token_falls(
+    trace: Trace, sequence: int, position: int, keys: tuple[tuple[int, ...], ...]
+) -> Float[Tensor, " run"]:
+    length = trace.layers[-1].output.shape[1]
+    cuts = torch.zeros(len(keys), len(trace.layers), length, length, dtype=torch.bool)
+    for run, tokens in zip(cuts, keys, strict=True):
+        run[:, :, list(tokens)] = True
+    return falls(trace, sequence, position, cuts & torch.ones(length, length, dtype=torch.bool).tril(-1))
 
 
 def edge_scores(trace: Trace, target: int) -> dict[str, Float[Tensor, "layer query key"]]:
@@ -72,43 +112,13 @@ def edge_scores(trace: Trace, target: int) -> dict[str, Float[Tensor, "layer que
     return scores
 
 
-def edge_fall(
-    model: nn.Module, sample: Sample, trace: Trace, scores: Float[Tensor, "layer query key"], count: int
-) -> float:
-    """Return the fall of the predicted logit when the `count` highest edges between different tokens are cut."""
-    assert sample.target is not None
-    layers, length, _ = scores.shape
-    other = torch.ones(length, length, dtype=torch.bool).tril(-1)
-    # Edges that reach no token before the target's, nor the target, cannot matter.
-    other[sample.target + 1 :] = False
+def highest_edges(scores: Float[Tensor, "layer query key"], target: int, count: int) -> Bool[Tensor, "layer query key"]:
+    """Return the `count` highest edges between different tokens that can reach the target."""
+    other = torch.ones(scores.shape[1:], dtype=torch.bool).tril(-1)
+    # Edges into a later token than the target do not matter.
+    other[target + 1 :] = False
     chosen = torch.where(other, scores.double(), -torch.inf).flatten().topk(count).indices
-    by_layer: dict[int, list[tuple[int, int]]] = {}
-    for flat in sorted(chosen.tolist()):
-        layer, rest = divmod(flat, length * length)
-        by_layer.setdefault(layer, []).append(divmod(rest, length))
-    assert layers == len(trace.layers)
-    return _fall(model, sample, sample.target, tuple((layer, tuple(pairs)) for layer, pairs in by_layer.items()))
-
-
-# Many methods choose the same edges, and the model without cuts is the same for all.
-@lru_cache(maxsize=RUNS)
-@torch.no_grad()
-def _logits(model: nn.Module, sample: Sample, position: int) -> Float[Tensor, " vocabulary"]:
-    logits: Tensor = model(sample.inputs).logits[0, position]
-    return logits
-
-
-@lru_cache(maxsize=RUNS)
-@torch.no_grad()
-def _fall(model: nn.Module, sample: Sample, position: int, cuts: Cuts) -> float:
-    """Return the predicted logit less that of a run without some edges."""
-    logits = _logits(model, sample, position)
-    predicted = logits.argmax()
-    with ExitStack() as stack:
-        for layer, pairs in cuts:
-            stack.enter_context(ula.cut(model, pairs, layers=None if layer is None else [layer]))
-        without = model(sample.inputs).logits[0, position]
-    return float(logits[predicted] - without[predicted])
+    return torch.zeros(scores.numel(), dtype=torch.bool).index_fill(0, chosen, True).view(scores.shape)
 
 
 def _single_edges(models: Mapping[str, Callable[[], nn.Module]], samples: Sequence[Sample]) -> list[dict[str, Any]]:
@@ -120,16 +130,18 @@ def _single_edges(models: Mapping[str, Callable[[], nn.Module]], samples: Sequen
             host, sample = models[model](), samples[at]
             assert sample.target is not None
             trace = ula.trace(host, sample.inputs, progress=False)
+            by_method = edge_scores(trace, sample.target)
+            names = [(method, k) for method in by_method for k in EDGES]
+            cuts = torch.stack([highest_edges(by_method[method], sample.target, k) for method, k in names])
             rows[model, at] = [
-                number(method, f"{k} cut", edge_fall(host, sample, trace, scores, k), model=model, sample=str(at))
-                for method, scores in edge_scores(trace, sample.target).items()
-                for k in EDGES
+                number(method, f"{k} cut", fall, model=model, sample=str(at))
+                for (method, k), fall in zip(names, falls(trace, 0, sample.target, cuts).tolist(), strict=True)
             ]
         return rows
 
     keys = [(model, at) for model in models for at in range(len(samples))]
-    found = Processes().spread(keys, lambda key: None, run)
-    return [row for rows in found.values() for row in rows]
+    measured = Processes().spread(keys, lambda key: None, run)
+    return [row for rows in measured.values() for row in rows]
 
 
 class EdgesStudy(Study):
@@ -139,19 +151,21 @@ class EdgesStudy(Study):
     title = "Causal edges"
     question = "Does the output change most when the edges between tokens with the highest scores are cut?"
     source = "knockout (Geva et al., 2023) as a test of the methods"
-    text = """
+    unit = UNIT
+    size = Size(14, 4)
+    quick = Size(2, 2)
+    text = f"""
 The models of copying, induction and alignment. Tokens: the edges of the highest-ranked keys to all other tokens are
 cut in every layer, together, and the predicted logit is read again: a larger fall means that the model used these
 tokens more. `knockout` cuts one token at a time and ranks by the fall itself. Edges: single pairs (query, key)
 of single layers are ranked over the whole model and cut; `gradient x contribution` is the first-order share of an edge
 in the logit. Numbers are falls of the logit, averaged over sequences.
+{sizes_text(size.scored)}. `knockout` and the falls run the model anew for each choice of tokens.
 """
     caption = (
         "Fall of the predicted logit when the edges of the four highest-ranked tokens are cut: mean of three seeds, by "
         "method. A larger fall means that the model used these tokens more."
     )
-    size = Size(5, 3)
-    quick = Size(2, 2)
     views = (
         *(
             View(
@@ -182,17 +196,17 @@ in the logit. Numbers are falls of the logit, averaged over sequences.
         tables = {}
         for name, task in TASKS.items():
             models = {model: hosts[f"{name}/{model}"] for model in task.models}
-            draw = partial(words, each=2) if name == "alignment" else task.samples
-            samples = draw(size.scored, HELD_OUT_SEED)
+            samples = task.samples(size.scored, scored_seed(seed))
             tables[f"tokens of {name}"] = ula.evaluate(
                 models,
                 samples,
                 METHODS,
-                {"ap": "ap", **{f"{k} cut": partial(token_fall, count=k) for k in TOKENS}},
-                selection=draw(size.selection, SELECTION_SEED),
+                {"ap": "ap", **{f"{k} cut": function_metric(partial(token_fall, count=k)) for k in TOKENS}},
+                selection=task.samples(size.selection, selection_seed(seed)),
                 select_by="ap",
                 out=out / name,
                 progress=False,
+                batch_size=BATCH,
             )
             tables[f"edges of {name}"] = Table(_single_edges(models, samples))
         return tables

@@ -19,17 +19,30 @@ from evidence.answers import (
     first_half,
     lead,
     of_all_lengths,
+    one_of_each_context,
 )
+from evidence.baselines import RANDOM, SAME_TOKEN, SAME_TOKEN_ROW, controlled_view, controls, remark
 from evidence.claims import Claim, Results
 from evidence.drawing import RIGHT, WRONG, draw_strips
 from evidence.hosts import builder
 from evidence.pictures import figure
 from evidence.questions import KEY, NAMES, PAIRS, PASSKEY_LENGTHS, VOCABULARY, Questions, frequent_words, passkeys
-from evidence.retrieval_claims import BASELINES, METHODS, MODELS, OF_WORDS, RANKS, of_answers, of_methods, of_scores
+from evidence.retrieval_claims import (
+    BASELINES,
+    CONTROLLED,
+    METHODS,
+    MODELS,
+    OF_WORDS,
+    RANKS,
+    of_answers,
+    of_methods,
+    of_scores,
+)
 from evidence.rows import number, proportion
-from evidence.study import Model, Size, Study, View
-from evidence.training import HELD_OUT_SEED, SELECTION_SEED, Recipe
+from evidence.study import BATCH, SEEDS, Model, Size, Study, View
+from evidence.training import HELD_OUT_SEED, Recipe, scored_seed, selection_seed
 from unilinattn.evaluation import Table
+from unilinattn.evaluation.measures import function_metric
 from unilinattn.examples.tasks import NO_ANSWER
 
 if TYPE_CHECKING:
@@ -41,9 +54,15 @@ QUESTIONS_IN_TRAINING = 8
 TRAINING_LENGTHS = (PASSKEY_LENGTHS.start, 64)
 """Lengths of the contexts in the first half of the training and at its end, between which they grow."""
 
+SEED_STEP = 2 * len(SEEDS)
+"""Difference of the seeds of two lengths: no two of the scored and selected contexts are drawn from one seed."""
+
 PASSKEYS: Mapping[str, Any] = {"ap": "ap", "hit_at_1": "hit_at_1"}
-WORDS_RIGHT: Mapping[str, Any] = {**PASSKEYS, "recall_at_k": "recall_at_k", "first_half": first_half}
-OF_ERRORS: Mapping[str, Any] = {**PASSKEYS, **{one.__name__: one for one in (answer_ap, answer_hit, either_hit, lead)}}
+WORDS_RIGHT: Mapping[str, Any] = {**PASSKEYS, "recall_at_k": "recall_at_k", "first_half": function_metric(first_half)}
+OF_ERRORS: Mapping[str, Any] = {
+    **PASSKEYS,
+    **{one.__name__: function_metric(one) for one in (answer_ap, answer_hit, either_hit, lead)},
+}
 """Metrics of right passkeys, right words and wrong answers."""
 
 RECIPES = {
@@ -109,7 +128,11 @@ layers it did not learn passkeys from every seed. The passkey contexts of the tr
 and grow to 64, so that the longer scored ones ask for more than was trained. The keys that hold an answer are known:
 one for a passkey, all occurrences for a word. Wrong answers are explained too, and the relevant keys are then those of
 the *predicted* token: a method that shows the reason for the error finds them, and not those of the right answer.
-Methods explain the predicted token; candidates are the tokens of the context.
+Methods explain the predicted token; candidates are the tokens of the context. One word of each passage is explained.
+
+`same token` marks the keys that hold the predicted token. No value of a passkey occurs twice and all occurrences of a
+word are relevant, so it is right by construction: these keys are known without a model, and a method shows that its map
+agrees with them.
 """
     unit = "answers"
     caption = (
@@ -124,7 +147,7 @@ Methods explain the predicted token; candidates are the tokens of the context.
             for name, recipe in WORDS_RECIPES.items()
         },
     }
-    size = Size(16, 6)
+    size = Size(72, 24)
     quick = Size(4, 2)
     views = (
         View(
@@ -155,6 +178,12 @@ Methods explain the predicted token; candidates are the tokens of the context.
             "Frequent words, wrong answers: AP for the predicted and for the right word",
             _columns(("ap", "predicted"), ("answer_ap", "right")),
         ),
+        controlled_view(
+            "passkeys",
+            "Passkeys among 8 pairs",
+            MODELS,
+            "All models explain the contexts that the trained one answers right.",
+        ),
         View("counts", "Number of wrong answers that are explained", _columns(("explained", ""))),
     )
 
@@ -180,16 +209,34 @@ Methods explain the predicted token; candidates are the tokens of the context.
         rows: dict[str, list[Mapping[str, Any]]] = {view.table: [] for view in self.views}
         for model in (name for name in MODELS if name in hosts):
             of_task = {"passkeys": hosts[model](), "words": hosts[_of_words(model)]()}
-            rows["accuracy"] += _accuracies(model, of_task["passkeys"], of_task["words"], 2 * size.scored)
+            rows["accuracy"] += _accuracies(
+                model, of_task["passkeys"], of_task["words"], size.scored, scored_seed(seed)
+            )
             tasks = ("passkeys", _eight_pairs, METHODS, PASSKEYS), ("words", frequent_words, OF_WORDS, WORDS_RIGHT)
             for task, draw, methods, metrics in tasks:
                 host = of_task[task]
-                given = of_all_lengths(host, draw, 3 * size.scored, HELD_OUT_SEED)
-                selection = of_all_lengths(host, draw, 2 * size.selection, SELECTION_SEED)
+                scored, choosing = (
+                    one_of_each_context(of_all_lengths(host, draw, count, first, step=SEED_STEP))
+                    for count, first in (
+                        (3 * size.scored, scored_seed(seed)),
+                        (2 * size.selection, selection_seed(seed)),
+                    )
+                )
+                selection = [answer.sample for answer in choosing if answer.right][: size.selection]
+                settings: dict[str, Any] = {
+                    "selection": selection,
+                    "select_by": "ap",
+                    "baselines": BASELINES,
+                    "progress": False,
+                    "batch_size": BATCH,
+                }
                 groups = {
-                    task: ([one.sample for one in given if one.right], metrics),
+                    task: ([answer.sample for answer in scored if answer.right], metrics),
                     # An answer that is no token of the context has no key that holds it.
-                    f"wrong {task}": ([one.sample for one in given if not one.right and one.in_context], OF_ERRORS),
+                    f"wrong {task}": (
+                        [answer.sample for answer in scored if not answer.right and answer.in_context],
+                        OF_ERRORS,
+                    ),
                 }
                 for name, (samples, measured) in groups.items():
                     rows["counts"].append(number(name, "explained", min(len(samples), size.scored), model=model))
@@ -197,14 +244,25 @@ Methods explain the predicted token; candidates are the tokens of the context.
                         rows[name] += ula.evaluate(
                             {model: host},
                             samples[: size.scored],
-                            methods,
+                            {**SAME_TOKEN_ROW, **methods},
                             measured,
-                            selection=[one.sample for one in selection if one.right][: size.selection],
-                            select_by="ap",
-                            baselines=BASELINES,
                             out=out / f"{name}-{model}",
+                            **settings,
                         )
+                if task == "passkeys":
+                    rows[task] += ula.evaluate(
+                        controls(self.models, {model: hosts[model]}, seed),
+                        groups[task][0][: size.scored],
+                        {label: METHODS[label] for label in CONTROLLED[RANDOM]},
+                        ["ap"],
+                        out=out / f"controls-{model}",
+                        **settings,
+                    )
         return {name: Table(of_table) for name, of_table in rows.items() if of_table}
+
+    def remark(self, record: Mapping[str, Any]) -> str:
+        """Return the baselines that win."""
+        return remark(record, "passkeys", [SAME_TOKEN], CONTROLLED, MODELS)
 
     def claims(self, results: Results) -> list[Claim]:
         """Return the claims of LaTIM 4.3 and D.3, and those of this library."""
@@ -245,7 +303,7 @@ def _eight_pairs(count: int, seed: int, *, length: int) -> Questions:
     return passkeys(count, seed, length=length, pairs=max(PAIRS))
 
 
-def _accuracies(model: str, host: nn.Module, of_words: nn.Module, count: int) -> list[dict[str, Any]]:
+def _accuracies(model: str, host: nn.Module, of_words: nn.Module, count: int, seed: int) -> list[dict[str, Any]]:
     """Return a row for each answer, by number of pairs, place of the asked pair, length, and rank of the word."""
     groups: dict[str, list[Answer]] = {}
     for pairs in PAIRS:
@@ -253,11 +311,11 @@ def _accuracies(model: str, host: nn.Module, of_words: nn.Module, count: int) ->
         for place, first in (("", None), (", first", True), (", later", False)):
             if pairs > 1 or first is None:
                 draw = partial(passkeys, pairs=pairs, first=first)
-                groups[label + place] = of_all_lengths(host, draw, count, HELD_OUT_SEED)
+                groups[label + place] = of_all_lengths(host, draw, count, seed, step=SEED_STEP)
     hardest = f"{max(PAIRS)} pairs"
     for length in (SCORED_LENGTHS[0], SCORED_LENGTHS[-1]):
         groups[f"{hardest}, {length} tokens"] = [one for one in groups[hardest] if one.context == length]
-    words = of_all_lengths(of_words, frequent_words, count, HELD_OUT_SEED)
+    words = of_all_lengths(of_words, frequent_words, count, seed, step=SEED_STEP)
     for rank, label in enumerate(RANKS):
         groups[label] = [one for one in words if one.ids.shape[1] == one.context + 1 + rank]
     return [

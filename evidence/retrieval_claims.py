@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from evidence.answers import SCORED_LENGTHS
+from evidence.baselines import NEW_MIXER, RANDOM, of_default, of_training
 from evidence.claims import HERE, Claim, Results
 from evidence.comparisons import Comparison, better, bounded
 from evidence.questions import PAIRS
@@ -24,6 +25,7 @@ METHODS: Mapping[str, Any] = {
     "alti_logit": "alti_logit",
     "logit": "logit",
     "lrp": "lrp",
+    "attn_lrp": "attn_lrp",
     "input_x_gradient": "input_x_gradient",
 }
 """Methods of passkeys: the first three of one layer, chosen on other contexts."""
@@ -36,11 +38,15 @@ OF_WORDS: Mapping[str, Any] = {
     "alti": "alti",
     "logit": "logit",
     "lrp": "lrp",
+    "attn_lrp": "attn_lrp",
 }
 """Methods of frequent words; LaTIM averages its scores over the layers (Fig. 3 and 9)."""
 
 LAYERED = 3
 """Number of methods of passkeys that keep a layer axis."""
+
+CONTROLLED = {RANDOM: [*METHODS], NEW_MIXER: [*METHODS][LAYERED:]}
+"""Methods that explain the controls; the map of one layer does not depend on later mixers."""
 
 
 def _erring(results: Results, table: str) -> list[str]:
@@ -174,4 +180,8 @@ def of_methods(results: Results) -> list[Claim]:
         )
         for method in METHODS
     ]
-    return claims
+    return [
+        *claims,
+        *of_default("passkeys", [*METHODS][LAYERED:], MODELS),
+        *of_training("passkeys", "ap", CONTROLLED, MODELS),
+    ]

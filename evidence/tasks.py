@@ -46,15 +46,14 @@ class Task:
         return {model: hosts[model] for model in self.models}
 
 
-def words(count: int, seed: int, each: int = 1) -> list[Sample]:
-    """Return sentences of alignment with one target word, or `each` of two target words."""
-    return alignment.single_words(alignment.samples(count, seed), each=each)
+def _words(count: int, seed: int) -> list[Sample]:
+    return alignment.single_words(alignment.samples(count, seed))
 
 
 TASKS: Mapping[str, Task] = {
     "copying": Task(copying.STUDY, tuple(copying.STUDY.models), copying.samples),
     "induction": Task(induction.STUDY, induction.EXPLAINED, induction.samples),
-    "alignment": Task(alignment.STUDY, tuple(alignment.STUDY.models), words),
+    "alignment": Task(alignment.STUDY, tuple(alignment.STUDY.models), _words),
 }
 """The tasks by name."""
 

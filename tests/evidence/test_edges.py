@@ -24,6 +24,10 @@ def predicted(host, ids, target):
         return float(host(ids).logits[0, target].max())
 
 
+def fall(trace, sample, scores, count):
+    return float(edges.falls(trace, 0, sample.target, edges.highest_edges(scores, sample.target, count)[None]))
+
+
 def test_the_shares_of_all_edges_are_the_gradient_times_the_output_without_bias(traced) -> None:
     _, sample, trace = traced
     shares = edges.edge_scores(trace, sample.target)["gradient x contribution"].double()
@@ -43,19 +47,33 @@ def test_a_fall_is_that_of_the_model_without_the_edges(traced) -> None:
     with torch.no_grad():
         whole = host(sample.inputs).logits[0, sample.target]
     expected = float(whole.max() - cut[whole.argmax()])
-    assert edges.edge_fall(host, sample, trace, scores, 2) == pytest.approx(expected, abs=1e-5)
+    assert fall(trace, sample, scores, 2) == pytest.approx(expected, abs=1e-5)
     assert expected != 0
 
 
 def test_edges_of_a_token_to_itself_or_after_the_target_are_never_cut(traced) -> None:
-    host, sample, trace = traced
+    _, sample, trace = traced
     scores = torch.zeros(2, LENGTH, LENGTH)
     scores[:, range(LENGTH), range(LENGTH)] = 3
     scores[:, LENGTH - 1] = 3
     scores[1, sample.target, 1] = 1
     one = torch.zeros_like(scores)
     one[1, sample.target, 1] = 1
-    assert edges.edge_fall(host, sample, trace, scores, 1) == edges.edge_fall(host, sample, trace, one, 1)
+    assert fall(trace, sample, scores, 1) == fall(trace, sample, one, 1) != 0
+
+
+def test_the_runs_of_a_batch_are_those_of_single_cuts(traced) -> None:
+    host, sample, trace = traced
+    torch.manual_seed(0)
+    cuts = torch.stack([edges.highest_edges(torch.rand(2, LENGTH, LENGTH), sample.target, k) for k in (1, 5, 12)])
+    cuts[0, 0] = False
+    assert [int(run.sum()) for run in cuts[1:]] == [5, 12]
+    for run, measured in zip(cuts, edges.falls(trace, 0, sample.target, cuts).tolist(), strict=True):
+        with ula.cut(host, run[0].nonzero().tolist(), layers=[0]), ula.cut(host, run[1].nonzero().tolist(), layers=[1]):
+            logits = host(sample.inputs).logits[0, sample.target].detach()
+        with torch.no_grad():
+            whole = host(sample.inputs).logits[0, sample.target]
+        assert measured == pytest.approx(float(whole.max() - logits[whole.argmax()]), abs=1e-5)
 
 
 def test_the_fall_of_one_token_is_its_knockout(traced) -> None:

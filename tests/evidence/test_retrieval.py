@@ -7,7 +7,18 @@ import torch
 
 import unilinattn as ula
 from evidence import bootstrap
-from evidence.answers import Answer, answer_ap, answer_hit, either_hit, first_half, lead
+from evidence.answers import (
+    SCORED_LENGTHS,
+    Answer,
+    answer_ap,
+    answer_hit,
+    either_hit,
+    first_half,
+    lead,
+    of_all_lengths,
+    one_of_each_context,
+)
+from evidence.baselines import CONTROLS, control
 from evidence.questions import (
     ASK,
     LENGTHS,
@@ -20,8 +31,10 @@ from evidence.questions import (
     frequent_words,
     passkeys,
 )
-from evidence.retrieval import STUDY
+from evidence.retrieval import SEED_STEP, STUDY
 from evidence.retrieval_claims import BASELINES, METHODS, MODELS, OF_WORDS, RANKS
+from evidence.study import SEEDS
+from evidence.training import scored_seed, selection_seed
 from tests.evidence.tables import made
 from tests.evidence.tables import verdicts as of_claims
 from unilinattn.errors import InputError, OptionError
@@ -150,6 +163,32 @@ def test_metrics_of_a_wrong_answer() -> None:
     assert first_half(Case(host, word.sample, trace, result)) == pytest.approx(4 / 5)
 
 
+def test_each_passage_has_words_of_another_seed_and_one_question() -> None:
+    host = STUDY.models["transformer_words"].build().eval()
+    shared, apart = (of_all_lengths(host, frequent_words, 6, 0, step=step) for step in (0, SEED_STEP))
+    for every, count in ((shared, 6), (apart, 6 * len(SCORED_LENGTHS))):
+        words: dict[tuple[int, int], tuple[int, ...]] = {}
+        for answer in every:
+            words[answer.of] = (*words.get(answer.of, ()), answer.answer)
+        # Contexts that are drawn from one seed have the same three words at every length.
+        assert len(words) == 6 * len(SCORED_LENGTHS)
+        assert len(set(words.values())) == count
+    alone = one_of_each_context(apart)
+    assert len({answer.of for answer in alone}) == len(alone) == 6 * len(SCORED_LENGTHS)
+    ranks = Counter(answer.ids.shape[1] - answer.context - 1 for answer in alone)
+    assert ranks == {rank: 2 * len(SCORED_LENGTHS) for rank in range(len(RANKS))}
+
+
+def test_no_two_sets_of_contexts_are_drawn_from_one_seed() -> None:
+    seeds = [
+        first(seed) + SEED_STEP * length
+        for first in (scored_seed, selection_seed)
+        for seed in SEEDS
+        for length in range(len(SCORED_LENGTHS))
+    ]
+    assert len(set(seeds)) == len(seeds)
+
+
 ACCURACIES = [
     f"{count} pair{'s' * (count > 1)}{place}"
     for count in PAIRS
@@ -157,7 +196,11 @@ ACCURACIES = [
 ]
 TABLES = {
     "accuracy": (MODELS, [*ACCURACIES, *RANKS], ("accuracy",)),
-    "passkeys": (MODELS, [*BASELINES, *METHODS], ("ap",)),
+    "passkeys": (
+        [*MODELS, *(control(model, name) for model in MODELS for name in CONTROLS)],
+        [*BASELINES, *METHODS],
+        ("ap",),
+    ),
     "words": (MODELS, [*BASELINES, *OF_WORDS], ("ap", "first_half")),
     "wrong passkeys": (MODELS, [*METHODS], ("either_hit", "lead", "hit_at_1")),
     "wrong words": (MODELS, [*OF_WORDS], ("lead",)),
