@@ -49,6 +49,7 @@ METHODS: Mapping[str, Sequence[str]] = {
     "alti_logit": ["alti_logit", "alti logit"],
     "input x gradient": ["input_x_gradient", "input x gradient"],
     "lrp": ["lrp"],
+    "attn_lrp": ["attn_lrp"],
     "logit": ["logit"],
 }
 """Names of the rows, each with the names that the studies give the method; the first that a table has counts."""
