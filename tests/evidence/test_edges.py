@@ -69,7 +69,7 @@ def test_the_runs_of_a_batch_are_those_of_single_cuts(traced) -> None:
     cuts[0, 0] = False
     assert [int(run.sum()) for run in cuts[1:]] == [5, 12]
     for run, measured in zip(cuts, edges.falls(trace, 0, sample.target, cuts).tolist(), strict=True):
-        with ula.cut(host, run[0].nonzero().tolist(), layers=[0]), ula.cut(host, run[1].nonzero().tolist(), layers=[1]):
+        with ula.cut(host, run[0].nonzero(), layers=[0]), ula.cut(host, run[1].nonzero(), layers=[1]):
             logits = host(sample.inputs).logits[0, sample.target].detach()
         with torch.no_grad():
             whole = host(sample.inputs).logits[0, sample.target]

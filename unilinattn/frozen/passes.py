@@ -121,9 +121,11 @@ class FrozenPass(TokenPass):
         where, mark, rule = self.where, self.marker(), self._rule
         if not rule.gamma:
             return Freezing(where, mark, half=rule.half, record=record)
-        # The head is outside of all blocks, as in MambaLRP.
-        in_block = lambda: self._block_stream() is not None  # noqa: E731
-        return GammaFreezing(rule.gamma, in_block, where, mark, record=record)
+        return GammaFreezing(rule.gamma, self._in_block, where, mark, record=record)
+
+    def _in_block(self) -> bool:
+        """Tell whether a block runs; the head is outside of all of them, and has the plain rule in MambaLRP too."""
+        return self._block_stream() is not None
 
     def entered(self, stream: Stream) -> None:
         """Mark the stream, to which layers are added."""
