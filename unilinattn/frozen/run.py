@@ -57,11 +57,16 @@ class FrozenRun(TokenRun):
         outputs, mixed, shared: those of the `FrozenPass` whose graph the run keeps.
         doubt: the first warning of `complete_shares` about shares that do not add up, None if there is none.
 
-    Raises `UncoveredError` for a function without a rule and for opaque layers.
+    Raises `OptionError` for another rule and for gamma without the half rule, and `UncoveredError` for a function
+    without a rule and for opaque layers.
     """
 
     def __init__(self, trace: Trace, targets: Sequence[Target] | None = None, *, rule: Rule = FREEZE) -> None:
         """Run the host."""
+        if not isinstance(rule, Rule) or (rule.gamma and not rule.half):
+            raise OptionError(
+                f"unknown rule {rule!r}; give FREEZE, HALF or Rule(half=True, gamma=0.25) of unilinattn.frozen.passes."
+            )
         trace.require_whole("frozen runs")
         self._layers, self._spec, self._rule = trace.layers, PassSpec.of(trace, targets), rule
         self.doubt: str | None = None
