@@ -33,6 +33,7 @@ from evidence.translation import END, NAMES, VOCABULARY, WORDS, sentences
 from unilinattn.evaluation import Case, Sample, Table
 from unilinattn.evaluation.measures import function_metric
 from unilinattn.examples.tasks import NO_ANSWER
+from unilinattn.methods.default import CAUSAL
 from unilinattn.tracing.trace import Trace
 
 if TYPE_CHECKING:
@@ -126,6 +127,7 @@ END_TO_END: Mapping[str, Any] = {
     "logit": "logit",
     "lrp": "lrp",
     "attn_lrp": "attn_lrp",
+    CAUSAL.label: CAUSAL,
 }
 """Methods of all layers that explain every target word in one run."""
 

@@ -111,8 +111,8 @@ def of_training(table: str, metric: str, methods: Mapping[str, Sequence[str]], m
 
 
 def default_of(model: str) -> str:
-    """Return the method of the default of `explain` on a model of the studies, by its name; here for a logit."""
-    return (CAUSAL if "transformer" in model else OTHER).name
+    """Return the row of the default of `explain` on a model of the studies, by its name; `lrp` is here for a logit."""
+    return CAUSAL.label if "transformer" in model else OTHER.name
 
 
 def of_default(table: str, methods: Sequence[str], models: Sequence[str]) -> list[Claim]:

@@ -30,6 +30,7 @@ from evidence.training import HELD_OUT_SEED, SELECTION_SEED, Recipe, scored_seed
 from unilinattn.evaluation import Sample, Table
 from unilinattn.examples import accuracy, build
 from unilinattn.examples.tasks import NO_ANSWER, Copying
+from unilinattn.methods.default import CAUSAL
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -45,7 +46,7 @@ BY_LAYER: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 }
 """Methods that score one layer, chosen on other sequences."""
 
-END_TO_END: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+END_TO_END: Mapping[str, Any] = {
     "rollout": ("rollout", {}),
     "attribution": ("attribution", {}),
     "attention grad": ("attention_grad", {}),
@@ -55,6 +56,7 @@ END_TO_END: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "logit": ("logit", {}),
     "lrp": ("lrp", {}),
     "attn_lrp": ("attn_lrp", {}),
+    CAUSAL.label: CAUSAL,
     "gradient": ("gradient", {}),
     "input x gradient": ("input_x_gradient", {}),
     "integrated gradients": ("integrated_gradients", {"n_steps": 16}),

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from evidence.record import Numbers
+from unilinattn.methods.default import CAUSAL
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ METHODS: Mapping[str, Sequence[str]] = {
     "input x gradient": ["input_x_gradient", "input x gradient"],
     "lrp": ["lrp"],
     "attn_lrp": ["attn_lrp"],
+    CAUSAL.label: [CAUSAL.label],
     "logit": ["logit"],
 }
 """Names of the rows, each with the names that the studies give the method; the first that a table has counts."""

@@ -66,9 +66,10 @@ def kinds(methods: str = "", howto: str = "../howto/") -> str:
     rows = (
         (
             "Transformer, hybrid",
-            f"{link('attn_lrp')}, the default",
+            f'{link("attn_lrp")} with split="thirds", the default',
             "counts what tokens decide by queries and keys, beside what they send",
-            "does not add up; the token of the largest effect is mostly the last one, which recency names more often",
+            "does not add up; halves, as published, rank IgLM's tokens a little better and SmolLM2's worse; the token "
+            "of the largest effect is mostly the last one, which recency names as often or more often",
             _by_how_much(record, CAUSAL),
         ),
         (

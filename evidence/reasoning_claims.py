@@ -8,10 +8,10 @@ from evidence.comparisons import Comparison, better, bounded
 from evidence.convergence import CONVERGED
 from unilinattn.methods.default import CAUSAL, OTHER
 
-DEFAULTS = {"mamba2": OTHER.name, "transformer": CAUSAL.name}
-"""The method of the default of `explain` on each architecture, here for a logit."""
+DEFAULTS = {"mamba2": OTHER.name, "transformer": CAUSAL.label}
+"""The row of the default of `explain` on each architecture; `lrp` is here for a logit."""
 
-OF_DEFAULT = f"`{CAUSAL.name}` on the Transformer and `{OTHER.name}` on Mamba-2"
+OF_DEFAULT = f"`{CAUSAL.label}` on the Transformer and `{OTHER.name}` on Mamba-2"
 
 MODELS = tuple(DEFAULTS)
 
@@ -26,6 +26,7 @@ METHODS: Mapping[str, Any] = {
     "logit": "logit",
     "lrp": "lrp",
     "attn_lrp": "attn_lrp",
+    CAUSAL.label: CAUSAL,
     "gradient": "gradient",
     "input x gradient": "input_x_gradient",
     "integrated gradients": CONVERGED,

@@ -8,6 +8,7 @@ from evidence.baselines import NEW_MIXER, RANDOM, of_default, of_training
 from evidence.claims import HERE, Claim, Results
 from evidence.comparisons import Comparison, better, bounded
 from evidence.questions import PAIRS
+from unilinattn.methods.default import CAUSAL
 
 MODELS = ("mamba", "mamba2", "transformer")
 """The architectures of the study."""
@@ -26,6 +27,7 @@ METHODS: Mapping[str, Any] = {
     "logit": "logit",
     "lrp": "lrp",
     "attn_lrp": "attn_lrp",
+    CAUSAL.label: CAUSAL,
     "input_x_gradient": "input_x_gradient",
 }
 """Methods of passkeys: the first three of one layer, chosen on other contexts."""
@@ -39,6 +41,7 @@ OF_WORDS: Mapping[str, Any] = {
     "logit": "logit",
     "lrp": "lrp",
     "attn_lrp": "attn_lrp",
+    CAUSAL.label: CAUSAL,
 }
 """Methods of frequent words; LaTIM averages its scores over the layers (Fig. 3 and 9)."""
 

@@ -17,9 +17,11 @@ from unilinattn.options import Options
 
 METHODS: tuple[Options, ...] = (
     methods.AttnLrp(),
+    methods.AttnLrp(split="thirds"),
     methods.Logit(),
     methods.Lrp(),
     methods.AttnLrp(measure="log-odds"),
+    methods.AttnLrp(measure="log-odds", split="thirds"),
     methods.Logit(measure="log-odds"),
     methods.Lrp(measure="log-odds"),
     methods.AltiLogit(),

@@ -12,21 +12,41 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import Mamba2Config, Mamba2ForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
+from transformers import (
+    DogeConfig,
+    DogeForCausalLM,
+    Mamba2Config,
+    Mamba2ForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
 
 from tests.frozen.detached import convolved, gpt2_model, llama_model, mamba_model, rms, token_ids
 from unilinattn.testing import promoted
 
 
 class Weights(NamedTuple):
-    """The parts of the relevance of a product that the value and the factor get."""
+    """The parts of the relevance of a product that a value and its factor get, and values and the matrix that mixes."""
 
     value: float
     factor: float
+    values: float
+    matrix: float
 
 
-PASSES = {"tokens": Weights(0.5, 0.5), "sent": Weights(0.5, 0.0), "content": Weights(1.0, 0.0)}
-"""The weights of each backward pass."""
+PASSES = {
+    "halves": {
+        "tokens": Weights(1 / 2, 1 / 2, 1 / 2, 1 / 2),
+        "sent": Weights(1 / 2, 0.0, 1 / 2, 0.0),
+        "content": Weights(1.0, 0.0, 1.0, 0.0),
+    },
+    "thirds": {
+        "tokens": Weights(1 / 2, 1 / 2, 1 / 3, 2 / 3),
+        "sent": Weights(1 / 2, 0.0, 1 / 3, 0.0),
+        "content": Weights(1.0, 0.0, 1.0, 0.0),
+    },
+}
+"""The weights of each backward pass, by the split of the product of a matrix and values."""
 
 
 def scaled(x: Tensor, weight: float) -> Tensor:
@@ -79,10 +99,10 @@ def _gelu_mlp(mlp: nn.Module, weights: Weights, x: Tensor) -> Tensor:
 
 
 def _mixed(query: Tensor, key: Tensor, value: Tensor, weights: Weights) -> Tensor:
-    """Return causal softmax attention over (batch, head, token, channel); query and key share the factor's part."""
-    query, key = (scaled(x, weights.factor / 2) for x in (query, key))
+    """Return causal softmax attention over (batch, head, token, channel); query and key share the matrix's part."""
+    query, key = (scaled(x, weights.matrix / 2) for x in (query, key))
     heads, length = query.shape[1], query.shape[2]
-    key, value = (x.repeat_interleave(heads // x.shape[1], 1) for x in (key, scaled(value, weights.value)))
+    key, value = (x.repeat_interleave(heads // x.shape[1], 1) for x in (key, scaled(value, weights.values)))
     scores = query @ key.mT / query.shape[-1] ** 0.5
     future = torch.ones(length, length, dtype=torch.bool).triu(1)
     return (torch.softmax(scores.masked_fill(future, -torch.inf), -1) @ value).transpose(1, 2).flatten(2)
@@ -131,7 +151,7 @@ def _gated_attention(
 
 def _step(step: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
     """Return a step size as the rate of decays, and as the scale of a key, whose part it shares."""
-    return scaled(step, weights.factor), scaled(step, weights.factor / 4)
+    return scaled(step, weights.matrix), scaled(step, weights.matrix / 4)
 
 
 def _mamba(mixer: Any, weights: Weights, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -140,8 +160,8 @@ def _mamba(mixer: Any, weights: Weights, x: Tensor, *args: Any, **kwargs: Any) -
     sizes = [mixer.time_step_rank, mixer.ssm_state_size, mixer.ssm_state_size]
     steps, key, query = mixer.x_proj(u).split(sizes, -1)
     step, scale = _step(functional.softplus(mixer.dt_proj(steps)), weights)
-    key, query = scaled(key, weights.factor / 4), scaled(query, weights.factor / 2)
-    decay, value = torch.exp(step[..., None] * -torch.exp(mixer.A_log)), scaled(u, weights.value)
+    key, query = scaled(key, weights.matrix / 4), scaled(query, weights.matrix / 2)
+    decay, value = torch.exp(step[..., None] * -torch.exp(mixer.A_log)), scaled(u, weights.values)
     state, outputs = torch.zeros_like(decay[:, 0]), []
     for t in range(x.shape[1]):
         state = decay[:, t] * state + (scale[:, t] * value[:, t])[..., None] * key[:, t, None]
@@ -154,12 +174,12 @@ def _mamba2(mixer: Any, weights: Weights, x: Tensor, *args: Any, **kwargs: Any) 
     gate, mixed, step = mixer.in_proj(x).split([inner, mixer.conv_dim, heads], -1)
     u, key, query = silu(convolved(mixed, mixer.conv1d)).split([inner, groups * size, groups * size], -1)
     key, query = (
-        scaled(part, share * weights.factor).unflatten(-1, (groups, size)).repeat_interleave(heads // groups, 2)
+        scaled(part, share * weights.matrix).unflatten(-1, (groups, size)).repeat_interleave(heads // groups, 2)
         for part, share in ((key, 0.25), (query, 0.5))
     )
     u = u.unflatten(-1, (heads, -1))
     step, scale = _step(functional.softplus(step + mixer.dt_bias), weights)
-    decay, value = torch.exp(step * -torch.exp(mixer.A_log)), scaled(u, weights.value)
+    decay, value = torch.exp(step * -torch.exp(mixer.A_log)), scaled(u, weights.values)
     state, outputs = x.new_zeros(len(x), heads, u.shape[-1], size), []
     for t in range(x.shape[1]):
         written = (scale[:, t, :, None] * value[:, t])[..., None] * key[:, t, :, None]
@@ -182,15 +202,15 @@ def _delta_rule(mixer: Any, weights: Weights, hidden_states: Tensor, **kwargs: A
     query, key, value = mixed.split([mixer.key_dim, mixer.key_dim, mixer.value_dim], -1)
     heads, size = mixer.num_v_heads, mixer.head_k_dim
     query, key = (
-        scaled(_unit(part.unflatten(-1, (-1, size)), 1e-6), weights.factor / 2).repeat_interleave(
+        scaled(_unit(part.unflatten(-1, (-1, size)), 1e-6), weights.matrix / 2).repeat_interleave(
             heads // mixer.num_k_heads, 2
         )
         for part in (query, key)
     )
-    value = scaled(value, weights.value).unflatten(-1, (heads, -1))
-    strength = scaled(sigmoid(strength), weights.factor)
+    value = scaled(value, weights.values).unflatten(-1, (heads, -1))
+    strength = scaled(sigmoid(strength), weights.matrix)
     log_decay = -mixer.A_log.exp() * functional.softplus(step + mixer.dt_bias)
-    decay = torch.exp(scaled(log_decay, weights.factor))
+    decay = torch.exp(scaled(log_decay, weights.matrix))
     state, outputs = x.new_zeros(len(x), heads, size, value.shape[-1]), []
     for t in range(x.shape[1]):
         state = decay[:, t, :, None, None] * state
@@ -285,6 +305,21 @@ def qwen3_next_model(*layer_types: str, experts: bool = False) -> Qwen3NextForCa
     return _drawn(Qwen3NextForCausalLM(config))
 
 
+def doge_model() -> DogeForCausalLM:
+    """Return a Doge, whose values decide a mask that is added to the scores of attention."""
+    torch.manual_seed(0)
+    config = DogeConfig(
+        vocab_size=17,
+        hidden_size=8,
+        intermediate_size=12,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        keep_window_size=64,
+    )
+    return _drawn(DogeForCausalLM(config))
+
+
 MODELS: dict[str, Callable[[], Any]] = {
     "llama": grouped_llama,
     "gpt2": gpt2_model,
@@ -292,6 +327,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "mamba2": mamba2_model,
     "qwen3 next, hybrid": partial(qwen3_next_model, "linear", "full"),
     "qwen3 next, experts": partial(qwen3_next_model, "full", "linear", experts=True),
+    "doge": doge_model,
 }
 
 

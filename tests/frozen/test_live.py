@@ -23,21 +23,21 @@ from unilinattn.testing import Host, promoted, tolerance
 
 
 @cache
-def _relevances(name: str) -> Relevances:
+def _relevances(name: str, split: str = "halves") -> Relevances:
     model = MODELS[name]()
     with promoted():
         trace = ula.trace(model, token_ids(), progress=False)
-        return LiveRun(trace).relevances(-1, 3)
+        return LiveRun(trace).relevances(-1, 3, split)  # type: ignore[arg-type]
 
 
 @cache
-def _by_hand(name: str) -> dict[str, Tensor]:
+def _by_hand(name: str, split: str = "halves") -> dict[str, Tensor]:
     model = MODELS[name]()
-    return {part: relevance(model, weights) for part, weights in PASSES.items()}
+    return {part: relevance(model, weights) for part, weights in PASSES[split].items()}
 
 
-def _require_equal(name: str) -> None:
-    relevances, expected = _relevances(name), _by_hand(name)
+def _require_equal(name: str, split: str) -> None:
+    relevances, expected = _relevances(name, split), _by_hand(name, split)
     assert worst(relevances.tokens, expected["tokens"]) <= 1e-10
     assert worst(relevances.content, expected["content"]) <= 1e-10
     assert worst(relevances.control, expected["tokens"] - expected["sent"]) <= 1e-10
@@ -46,14 +46,23 @@ def _require_equal(name: str) -> None:
         assert worst(expected[first], expected[other]) > 1e-6
 
 
+@pytest.mark.parametrize("split", PASSES)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3 next, experts"])
-def test_relevances_equal_those_of_transformers_rewritten_by_hand(name: str) -> None:
-    _require_equal(name)
+def test_relevances_equal_those_of_transformers_rewritten_by_hand(name: str, split: str) -> None:
+    _require_equal(name, split)
 
 
+@pytest.mark.parametrize("split", PASSES)
 @pytest.mark.parametrize("name", ["mamba", "mamba2", "qwen3 next, hybrid"])
-def test_relevances_equal_those_of_recurrences_rewritten_by_hand(name: str) -> None:
-    _require_equal(name)
+def test_relevances_equal_those_of_recurrences_rewritten_by_hand(name: str, split: str) -> None:
+    _require_equal(name, split)
+
+
+@pytest.mark.parametrize("name", ["llama", "mamba"])
+def test_the_split_changes_all_but_content(name: str) -> None:
+    halves, thirds = _relevances(name), _relevances(name, "thirds")
+    assert torch.equal(halves.content, thirds.content)
+    assert worst(halves.tokens, thirds.tokens) > 1e-6 and worst(halves.control, thirds.control) > 1e-6
 
 
 QUICK = (
@@ -99,11 +108,54 @@ def _require_same(first: Relevances, other: Relevances, limit: float = 1e-10) ->
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "flex_attention"])
-def test_attention_implementations_have_equal_relevances(implementation: str) -> None:
+@pytest.mark.parametrize("split", PASSES)
+def test_attention_implementations_have_equal_relevances(implementation: str, split: str) -> None:
     model = _llama(implementation)
     with promoted():
-        relevances = LiveRun(_trace(model)).relevances(-1, 3)
-    _require_same(relevances, _relevances("llama"))
+        relevances = LiveRun(_trace(model)).relevances(-1, 3, split)  # type: ignore[arg-type]
+    _require_same(relevances, _relevances("llama", split))
+
+
+@pytest.mark.parametrize("split", PASSES)
+def test_masks_that_tokens_decide_are_factors(split: str) -> None:
+    relevances = []
+    for implementation in ("eager", "sdpa"):
+        model = MODELS["doge"]()
+        model.set_attn_implementation(implementation)
+        with promoted():
+            trace = _trace(model)
+            relevances.append(LiveRun(trace).relevances(-1, 3, split))  # type: ignore[arg-type]
+            assert worst(relevances[-1].content, frozen(trace).shares(-1, 3).tokens) <= 1e-10
+    _require_same(*relevances)
+
+
+class _Pooling(nn.Module):
+    """Softmax attention of a learned query, which no token decides."""
+
+    def __init__(self, *, written_out: bool) -> None:
+        super().__init__()
+        self.query = nn.Parameter(torch.linspace(-1, 1, 8, dtype=torch.float64))
+        self.written_out = written_out
+
+    def forward(self, x: Tensor) -> Tensor:
+        key, value = x.flip(-1)[:, None], x[:, None]
+        query = self.query.expand_as(key)
+        if self.written_out:
+            future = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+            weights = torch.softmax((query @ key.mT / 8**0.5).masked_fill(future, -torch.inf), -1)
+            return (weights @ value)[:, 0]
+        return functional.scaled_dot_product_attention(query, key, value, is_causal=True)[:, 0]
+
+
+@pytest.mark.parametrize("split", PASSES)
+def test_a_constant_query_leaves_the_matrix_to_the_keys(split: str) -> None:
+    relevances = []
+    for written_out in (False, True):
+        model = MODELS["llama"]()
+        model.model.layers[0].mlp = _Pooling(written_out=written_out)
+        with promoted():
+            relevances.append(LiveRun(_trace(model)).relevances(-1, 3, split))  # type: ignore[arg-type]
+    _require_same(*relevances)
 
 
 @pytest.mark.parametrize("name", ["llama", "mamba2", "qwen3 next, hybrid"])

@@ -13,6 +13,7 @@ from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausa
 from tests.methods import refused
 from tests.methods.hosts import BATCH, HOSTS, LENGTH, inputs, real_tokens, traced
 from tools.sweep_configs import tiny_config
+from unilinattn import methods
 from unilinattn.errors import InputError, ModelStateError, NonFiniteError, OptionError, UncoveredError
 from unilinattn.methods import alti, compare, estimate, explain, knockout, latim, lrp, rollout
 from unilinattn.results.attribution import Attribution
@@ -126,7 +127,10 @@ def test_the_default_of_an_encoder_is_lrp() -> None:
 
 def test_the_default_of_causal_attention_is_attn_lrp() -> None:
     host_trace = traced("gpt2")
-    assert explain(host_trace, target=-1).method == "attn_lrp"
+    result = explain(host_trace, target=-1)
+    assert torch.equal(result.scores, explain(host_trace, method=methods.AttnLrp(split="thirds"), target=-1).scores)
+    assert not torch.equal(result.scores, explain(host_trace, method="attn_lrp", target=-1).scores)
+    assert explain(host_trace, target=-1, split="halves").options["split"] == "halves"
     assert explain(host_trace, target=-1, by="layer").method == "logit"
     with pytest.raises(OptionError, match="attn_lrp takes no option 'meassure'; did you mean 'measure'"):
         explain(host_trace, target=-1, meassure="centered")

@@ -73,7 +73,8 @@ def _explain(commands: Any) -> None:
     )
     explain.add_argument(
         "--method",
-        help="name of a method, see `unilinattn list` (default: logit; without logits alti over all layers)",
+        help="name of a method, see `unilinattn list` (default: by the model, attn_lrp in thirds for causal attention "
+        "and lrp of the log-odds for others; without logits alti over all layers)",
     )
     explain.add_argument(
         "--target",

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
@@ -37,6 +37,11 @@ SCALE = 2.0**64
 """A power of two by which gradients are multiplied in a backward pass: those of many layers' factors are tiny, and
 numbers below the smallest normal one make products slow."""
 
+Split = Literal["halves", "thirds"]
+
+SPLITS: dict[Split, tuple[float, float]] = {"halves": (1 / 2, 1 / 2), "thirds": (1 / 3, 2 / 3)}
+"""The parts of the values and of the matrix that mixes them; queries and keys share that of the matrix equally."""
+
 
 @dataclass(frozen=True, eq=False)
 class Relevances:
@@ -59,9 +64,9 @@ class Relevances:
 class LiveRun(TokenRun):
     """One run of a traced host by the rules of `rules.live`, which keeps its graph.
 
-    A layer with a written adapter is its flow: of a core's product of a matrix and values, the values get half of the
-    relevance and the factors of the matrix the other half, through the derivative of the mixer. Queries and keys are
-    linear in each other, so each of them gets half of it. All other layers run the host's code by the rules of
+    A layer with a written adapter is its flow: of a core's product of a matrix and values, the values get one part of
+    the relevance and the factors of the matrix the other, through the derivative of the mixer. Queries and keys are
+    linear in each other, so each of them gets half of that part. All other layers run the host's code by the rules of
     functions.
 
     Args:
@@ -80,18 +85,22 @@ class LiveRun(TokenRun):
         self._pass.require_leaves()
 
     @runs_in_gradient_mode(True)
-    def relevances(self, target: Any = -1, logit: Logit = None) -> Relevances:
-        """Return the relevances for a logit, or for another scalar of the output: three backward passes."""
+    def relevances(self, target: Any = -1, logit: Logit = None, split: Split = "halves") -> Relevances:
+        """Return the relevances for a logit, or for another scalar of the output: three backward passes.
+
+        `split` names the parts of a matrix and of the values that it mixes, see `SPLITS`.
+        """
         output = self._pass.output
         scalar = linearized(output, mapped(output, torch.zeros_like), self._spec.scalar(target, logit))
-        tokens = self._along(scalar, Paths(value=0.5, factor=0.5))
-        sent = self._along(scalar, Paths(value=0.5, factor=0.0))
-        content = self._along(scalar, Paths(value=1.0, factor=0.0))
+        values, matrix = SPLITS[split]
+        tokens = self._along(scalar, Paths(values=values, matrix=matrix))
+        sent = self._along(scalar, Paths(factor=0.0, values=values, matrix=0.0))
+        content = self._along(scalar, Paths(value=1.0, factor=0.0, values=1.0, matrix=0.0))
         return Relevances(tokens, content, tokens - sent, self._spec.value(scalar.value, target, logit))
 
     def _along(self, scalar: Linearized, paths: Paths) -> Float[Tensor, "batch key"]:
         """Return the gradient times each token's vector, with the constants that are added before the first block."""
-        self._pass.paths.value, self._pass.paths.factor = paths.value, paths.factor
+        self._pass.paths.become(paths)
         groups = self._pass.leaves
         leaves = [leaf for group in groups for leaf in group]
         # Sixteen bits of float16 have no room for the scale.
@@ -189,12 +198,14 @@ def _evaluate(paths: Paths, stages: Sequence[Stage], x: Tensor) -> Tensor:
             if isinstance(stage, Branch):
                 x = torch.stack([_evaluate(paths, chain, x) for chain in stage.chains]).sum(0)
                 continue
-            is_live = isinstance(stage, Mix) and carried(list(vars(stage.mixer).values()))
+            if isinstance(stage, Mix) and carried(list(vars(stage.mixer).values())):
+                x = paths.weighted(x, "values")
             if isinstance(stage, Scale) and factor is not None:
                 factor = factor.detach() if stage.role in ("act", "norm") else factor
-                is_live = factor.requires_grad
-                stage = replace(stage, factor=paths.weighted(factor, "factor") if is_live else factor)
-            x = stage.apply(paths.weighted(x, "value") if is_live else x)
+                if factor.requires_grad:
+                    factor, x = paths.weighted(factor, "factor"), paths.weighted(x, "value")
+                stage = replace(stage, factor=factor)
+            x = stage.apply(x)
     return x
 
 

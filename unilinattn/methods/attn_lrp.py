@@ -33,7 +33,7 @@ def attn_lrp(trace: Trace, options: AttnLrp, *, target: Target | None = None) ->
     extras = {name: scores.new_zeros(scores.shape, dtype=torch.float64) for name in ("content", "control")}
     extras["logit"] = scores.new_zeros(scores.shape[:-1], dtype=torch.float64)
     for position in progress(targets, options.name):
-        relevances = run.relevances(position, options.scalar)
+        relevances = run.relevances(position, options.scalar, options.split)
         rows = torch.zeros(scores.shape[-3], dtype=torch.long, device=scores.device)
         if target is None:
             rows = trace.positions(position).to(scores.device)

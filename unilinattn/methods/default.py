@@ -21,7 +21,7 @@ from unilinattn.scoring.selection import stream_groups
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Target, Trace
 
-CAUSAL: Options = AttnLrp()
+CAUSAL: Options = AttnLrp(split="thirds")
 """Default method of `explain` for models with logits and causal softmax attention: it counts what a token decided."""
 
 OTHER: Options = Lrp(measure="log-odds")

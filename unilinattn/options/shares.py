@@ -109,6 +109,9 @@ class AttnLrp(SharesOptions):
     gives half of its part to each, and a key shares its half with the step size that scales it. A value and its gate
     share their product too.
 
+    With split="thirds" the values get a third, and the factors of the matrix two thirds. Then values, queries and keys
+    have equal parts, where halves, taken of one product after the other, leave a quarter to each of queries and keys.
+
     Scores: (batch, query, key), without `query` for a target. Extras with the same axes: `content`, what the token
     sent along frozen factors, and `control`, the part of the score on paths through at least one factor: what the token
     decided. Extra without `key`: `logit`, the explained value.
@@ -134,6 +137,12 @@ class AttnLrp(SharesOptions):
 
     measure: Literal["logit", "centered", "log-odds"] = Field(
         default="centered", description=SharesOptions.model_fields["measure"].description
+    )
+
+    split: Literal["halves", "thirds"] = Field(
+        default="halves",
+        description="the parts of values and of the matrix that mixes them: 'halves', as published, leave queries and "
+        "keys a quarter each; of 'thirds' values, queries and keys get one each",
     )
 
 

@@ -3,7 +3,7 @@
 A tensor is carried if it requires a gradient; the model's parameters require none meanwhile. Everything that the tokens
 decide is carried too: queries, keys, step sizes, decays, gates. The value times the gradient of a carried tensor is its
 relevance.
-- Of a product of two carried tensors each gets half.
+- Of a product of two carried tensors each gets half; of values and the matrix that mixes them, the parts of a `Paths`.
 - A function of one value such as SiLU has its frozen slope (f(p) - f(0)) / p, and so has a factor that is an
   activation of the value it multiplies, written out as in x sigmoid(x).
 - A norm's scale is a constant.
@@ -53,15 +53,23 @@ _SAVING = kinds.SLOPES | kinds.HOMOGENEOUS | kinds.FACTORS
 
 @dataclass
 class Paths:
-    """The weights by which a backward pass takes the paths through a product; they may change between passes.
+    """The weights by which a backward pass takes the paths through products; they may change between passes.
 
     Attributes:
-        value: the weight of the carried value.
-        factor: the weight of the factor, which the tokens decided.
+        value: the weight of a carried value in its product with a factor that the tokens decided, such as a gate.
+        factor: the weight of that factor.
+        values: the weight of values in their product with the matrix of a token mixer.
+        matrix: the weight of the factors of that matrix.
     """
 
     value: float = 0.5
     factor: float = 0.5
+    values: float = 0.5
+    matrix: float = 0.5
+
+    def become(self, other: "Paths") -> None:
+        """Take the weights of another one, for the next backward pass."""
+        vars(self).update(vars(other))
 
     def weighted(self, tensor: Tensor, share: str, scale: float = 1.0) -> Tensor:
         """Return a tensor whose gradient is multiplied by `scale` and the weight of a `share`, "" for neither one."""
@@ -192,12 +200,15 @@ class Live(TorchFunctionMode):
         return self._paths.weighted(tensor, share, scale)
 
     def _product(self, func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """Return a product that is linear in each operand: of two carried operands each gets half."""
+        """Return a product that is linear in each operand, which share its relevance if they are carried.
+
+        A sum of values by weights that a softmax or an exponential made, over tokens, is the product of a matrix.
+        """
         operands = list({id(t): t for t in tensors((args, kwargs)) if t.requires_grad}.values())
         if len(operands) == 1:
             return func(*args, **kwargs)
         ranks = [self.rank(operand) for operand in operands]
-        shares = self._shares(operands, ranks)
+        shares = self._shares(operands, ranks, sums=func is not torch.mul)
         weighted = {id(t): self._weighted(t, *share) for t, share in zip(operands, shares, strict=True)}
         args, kwargs = mapped((args, kwargs), lambda t: weighted.get(id(t), t))
         result = func(*args, **kwargs)
@@ -205,10 +216,11 @@ class Live(TorchFunctionMode):
         self._ranks[result] = min(min(ranks), 1) if min(ranks) < DECIDED else DECIDED
         return result
 
-    def _shares(self, operands: list[Tensor], ranks: list[int]) -> list[tuple[str, float]]:
+    def _shares(self, operands: list[Tensor], ranks: list[int], *, sums: bool) -> list[tuple[str, float]]:
         if len(set(ranks)) == 1:
             return [("", 1 / len(operands))] * len(operands)
-        return [("value" if rank == min(ranks) else "factor", 1.0) for rank in ranks]
+        value, factor = ("values", "matrix") if sums and max(ranks) == DECIDED else ("value", "factor")
+        return [(value if rank == min(ranks) else factor, 1.0) for rank in ranks]
 
 
 def _slope(name: str, func: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -272,7 +284,7 @@ def _div(mode: Live, func: Any, x: Any, other: Any, *, rounding_mode: str | None
         return torch.div(*mapped((x, other), torch.detach), rounding_mode=rounding_mode)
     if carried(other) and mode.rank(x) != DECIDED:
         # A norm divides by a size of the value; the divisor of a sum of weighted values belongs to the weights.
-        other = mode._weighted(other, "factor") if mode.rank(other) == DECIDED else other.detach()
+        other = mode._weighted(other, "matrix") if mode.rank(other) == DECIDED else other.detach()
     return torch.div(x, other)
 
 
@@ -317,22 +329,32 @@ def _glu(mode: Live, func: Any, x: Tensor, dim: int = -1) -> Tensor:
     return mode._product(torch.mul, (value, activated), {})
 
 
-def _attention(mode: Live, func: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    # Half of the factor's part goes to the query and half to the key.
-    query, key = (mode._weighted(x, "factor", 0.5) if x.requires_grad else x for x in (query, key))
-    value = mode._weighted(value, "value") if value.requires_grad else value
-    return functional.scaled_dot_product_attention(query, key, value, *args, **kwargs)
+def _attention(
+    mode: Live,
+    func: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
+    # Scores are linear in the query and in the key, which share the matrix; a mask that is added to them has all of it.
+    part = 0.5 if query.requires_grad and key.requires_grad else 1.0
+    query, key = (mode._weighted(x, "matrix", part) if x.requires_grad else x for x in (query, key))
+    value = mode._weighted(value, "values") if value.requires_grad else value
+    if attn_mask is not None and attn_mask.requires_grad:
+        attn_mask = mode._weighted(attn_mask, "matrix")
+    return functional.scaled_dot_product_attention(query, key, value, attn_mask, *args, **kwargs)
 
 
 def _factors(mode: Live, func: Any, **factors: Tensor | None) -> tuple[Any, ...]:
-    present = {name for name, factor in factors.items() if factor is not None}
-    shares = dict.fromkeys(factors, 1.0)
-    if {"query", "key"} <= present:
-        # The matrix is linear in the query and in the key, and in a scale of the key such as the step size.
-        scaled = "key_scale" in present
-        shares |= {"query": 0.5, "key": 0.25 if scaled else 0.5, "key_scale": 0.25}
     live = {name: factor for name, factor in factors.items() if factor is not None and factor.requires_grad}
-    weighted = {name: mode._weighted(factor, "factor", shares[name]) for name, factor in live.items()}
+    # The matrix is linear in the query and in the key, and in a scale of the key such as the step size.
+    keys = live.keys() & {"key", "key_scale"}
+    part = 0.5 if keys and "query" in live else 1.0
+    shares = {"query": part} | {name: part / len(keys) for name in keys}
+    weighted = {name: mode._weighted(factor, "matrix", shares.get(name, 1.0)) for name, factor in live.items()}
     return checked_factors(**(factors | weighted))
 
 
