@@ -98,8 +98,8 @@ def test_each_layer_adds_the_same_work(build: Callable[[int], nn.Module], work: 
     counts = []
     for depth in DEPTHS:
         again = traced(build, depth)
-        # The searches without a sum, which a second trace leaves out, grow with depth too.
-        stream_locator._missing.clear()
+        # The searches, which a second trace leaves out, grow with depth too.
+        stream_locator._earlier.clear()
         work.clear()
         assert len(again().layers) == depth
         counts.append(Counter(work))

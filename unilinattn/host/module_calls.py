@@ -83,9 +83,10 @@ class CallRecord:
     `returned` holds the returned tensors of the output's size. `shares_input` tells whether the module around it has
     the same input. For a layer, `structure` is the nesting that it returned, with a mark in place of its output;
     `entered` is a copy of its input; `site` is the sum of its output, as the modules `following` return it, and a
-    stream; `reader` is the path of the module that reads the output itself, if no such sum was found; and `batch` is
-    the number of sequences and `axes` the axes of channels, for a module without an adapter. For another module,
-    `unplaced` are the layers inside whose `site` is not known yet.
+    stream; `candidate` is the number of this sum among those that are tried, if the output itself is added; `reader` is
+    the path of the module that reads the output itself, if no such sum was found; and `batch` is the number of
+    sequences and `axes` the axes of channels, for a module without an adapter. For another module, `unplaced` are the
+    layers inside whose `site` is not known yet.
     """
 
     module: nn.Module
@@ -102,6 +103,7 @@ class CallRecord:
     returned: tuple[Tensor, ...] = ()
     site: ResidualSite | None = None
     following: tuple[Following, ...] = ()
+    candidate: int | None = None
     reader: str | None = None
     prefix: Prefix | None = None
     batch: int | None = None

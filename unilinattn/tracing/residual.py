@@ -6,8 +6,9 @@ a part only if the layer cannot depend on it: the module ran later, or the layer
 stream without it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 
 from torch import Tensor, nn
 
@@ -140,15 +141,30 @@ def _sum_of(
     before: Sequence[CallRecord],
     after: Sequence[CallRecord],
 ) -> ResidualSite | None:
-    """Return the sum of a stream and the tensor `added`, None if there is none."""
+    """Return the sum of a stream and the tensor `added`, None if there is none.
+
+    Of the layer's output, the candidate `layer.candidate` is tried first, and is set to the one that is the sum.
+    """
     received = [t for child in after for t in (*tensors_in(child.arguments), *child.returned)]
     sums = _alike([*received, *block.returned], added)
+
+    def candidates(zero: bool = False) -> Iterator[Candidate]:
+        parts = _candidates(layer, added, block, block.children[inside], before, after, zero=zero)
+        return ((total, stream, other) for stream, other in parts for total in sums)
+
+    is_output = added is layer.output
+    if is_output and layer.candidate is not None:
+        for candidate in islice(candidates(), layer.candidate, layer.candidate + 1):
+            if (site := _site(candidate, added, zero=False)) is not None:
+                return site
     zero = not bool(added.any())
-    parts = _candidates(layer, added, block, block.children[inside], before, after, zero=zero)
-    candidates = ((total, stream, other) for stream, other in parts for total in sums)
     # Most layers need few candidates, and each takes a fit of all elements.
-    fits = (_site(candidate, added, zero=zero) for candidate in possible_sums(candidates, added))
-    return _likeliest(site for site in fits if site is not None)
+    fits = (_site(candidate, added, zero=zero) for candidate in possible_sums(candidates(zero), added))
+    site = _likeliest(site for site in fits if site is not None)
+    if is_output and site is not None:
+        parts = site.total, site.stream, site.other
+        layer.candidate = next((n for n, each in enumerate(candidates()) if _are_same(each, parts)), None)
+    return site
 
 
 def group_parallel(layers: Sequence[CallRecord]) -> list[list[int]]:
@@ -277,7 +293,7 @@ def _alike(tensors: Iterable[Tensor], like: Tensor) -> list[Tensor]:
     for tensor in tensors:
         fits = tensor.numel() == like.numel() and tensor.device == like.device
         if fits and not _among(tensor, matching):
-            matching.append(tensor.reshape(like.shape))
+            matching.append(tensor if tensor.shape == like.shape else tensor.reshape(like.shape))
     return matching
 
 
@@ -287,6 +303,11 @@ def _among(tensor: Tensor, others: Iterable[Tensor]) -> bool:
 
 def _same_memory(tensor: Tensor, other: Tensor) -> bool:
     return tensor.data_ptr() == other.data_ptr() and tensor.numel() == other.numel()
+
+
+def _are_same(candidate: Candidate, other: Candidate) -> bool:
+    pairs = zip(candidate, other, strict=True)
+    return all(a is b if a is None or b is None else _same_memory(a, b) for a, b in pairs)
 
 
 def _is_multiple(tensor: Tensor, other: Tensor) -> bool:

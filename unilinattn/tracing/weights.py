@@ -77,11 +77,13 @@ class Weights:
 def _checksums(module: nn.Module, by_id: dict[int, Checksum]) -> dict[str, Checksum]:
     """Return the checksum of each parameter and buffer by its name; a shared tensor is read once."""
     checksums = {}
-    for tensors in (module.named_parameters, module.named_buffers):
-        for name, tensor in tensors(remove_duplicate=False):
+    for path, inner in module.named_modules(remove_duplicate=False):
+        for name, tensor in (*inner._parameters.items(), *inner._buffers.items()):
+            if tensor is None:
+                continue
             if id(tensor) not in by_id:
                 by_id[id(tensor)] = tensor.shape, tensor.dtype, _checksum(tensor.detach())
-            checksums[name] = by_id[id(tensor)]
+            checksums[f"{path}.{name}" if path else name] = by_id[id(tensor)]
     return checksums
 
 
@@ -117,8 +119,7 @@ def _sum_on_cpu(words: NDArray[np.int64]) -> int:
         mixed = buffer[: len(chunk)]
         np.right_shift(chunk, 32, out=mixed)
         np.bitwise_xor(mixed, chunk, out=mixed)
-        np.multiply(mixed, every[: len(chunk)], out=mixed)
-        total = (total * PRIME + int(mixed.sum())) % (1 << 64)
+        total = (total * PRIME + int(np.dot(mixed, every[: len(chunk)]))) % (1 << 64)
     return total
 
 
