@@ -117,3 +117,19 @@ def test_all_calls_are_linear_in_the_layers(build: Callable[[int], nn.Module], p
         pytest.skip("counts the calls of the package, and checks of signatures call more")
     few, some, many = (calls_of(traced(build, depth)) for depth in DEPTHS)
     assert many - some <= 1.01 * (some - few), (few, some, many)
+
+
+@pytest.mark.parametrize(("build", "most"), [(gpt2, 32), (bert, 42)])
+def test_a_trace_calls_few_functions_for_each_of_the_model(
+    build: Callable[[int], nn.Module], most: int, pytestconfig: pytest.Config
+) -> None:
+    if pytestconfig.getoption("--thorough"):
+        pytest.skip("counts the calls of the package, and checks of signatures call more")
+    traces, forwards = [], []
+    for depth in DEPTHS[::2]:
+        again = traced(build, depth)
+        host = again().host
+        with torch.no_grad():
+            forwards.append(calls_of(lambda host=host: host(torch.arange(9)[None])))
+        traces.append(calls_of(again))
+    assert traces[1] - traces[0] <= most * (forwards[1] - forwards[0]), (traces, forwards)

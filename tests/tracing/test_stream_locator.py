@@ -1,6 +1,6 @@
 """A trace searches no block again in which an earlier one found no sum, until something of the model changes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -99,3 +99,45 @@ def test_found_sums_are_verified_in_each_trace(searches: list[tuple[str, str]]) 
     searches.clear()
     assert reasons(ula.trace(model, ids(12))) == reasons(first)
     assert len(searches) == count
+
+
+@pytest.fixture
+def candidates(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The candidates that were ruled out, or not, by a few of their elements."""
+    tried: list[object] = []
+    possible = residual.possible_sums
+
+    def noted(sums: Iterator[Any], added: torch.Tensor) -> Iterator[Any]:
+        return possible((tried.append(each) or each for each in sums), added)
+
+    monkeypatch.setattr(residual, "possible_sums", noted)
+    return tried
+
+
+def streams(trace: ula.Trace) -> list[torch.Tensor]:
+    return [stream for layer in trace.layers for stream in (layer.stream, layer.next_stream) if stream is not None]
+
+
+def test_a_second_trace_tries_the_sums_of_the_first(candidates: list[object]) -> None:
+    model, other = llama(), llama()
+    ula.trace(model, ids())
+    assert len(candidates) > 2 * DEPTH
+    candidates.clear()
+    again = ula.trace(model, ids(12))
+    assert not candidates
+    whole = ula.trace(other, ids(12))
+    assert candidates and len(streams(whole)) == 2 * DEPTH
+    assert all(map(torch.equal, streams(again), streams(whole)))
+
+
+def test_a_sum_of_an_earlier_trace_that_is_none_now_is_searched(candidates: list[object]) -> None:
+    model = llama()
+    first = ula.trace(model, ids())
+    _, outcomes = stream_locator._earlier[model]
+    assert len(outcomes) == DEPTH
+    for search in outcomes:
+        outcomes[search] = 10**6 if search[0].startswith("model.layers.0.") else 1
+    candidates.clear()
+    again = ula.trace(model, ids())
+    assert candidates
+    assert all(map(torch.equal, streams(again), streams(first)))

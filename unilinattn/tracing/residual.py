@@ -162,8 +162,8 @@ def _sum_of(
     fits = (_site(candidate, added, zero=zero) for candidate in possible_sums(candidates(zero), added))
     site = _likeliest(site for site in fits if site is not None)
     if is_output and site is not None:
-        parts = site.total, site.stream, site.other
-        layer.candidate = next((n for n, each in enumerate(candidates()) if _are_same(each, parts)), None)
+        summed = site.total, site.stream, site.other
+        layer.candidate = next((n for n, each in enumerate(candidates()) if _are_same(each, summed)), None)
     return site
 
 
