@@ -27,6 +27,14 @@ def llama() -> nn.Module:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_hidden_layers=DEPTH)).eval()
 
 
+def gemma() -> nn.Module:
+    """Return a model that norms what it adds to its stream."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = dict(hidden_size=16, intermediate_size=32, num_attention_heads=2, vocab_size=50, head_dim=8)
+    config = transformers.Gemma2Config(**sizes, num_key_value_heads=2, num_hidden_layers=DEPTH)
+    return transformers.Gemma2ForCausalLM(config).eval()
+
+
 def ids(length: int = 9) -> torch.Tensor:
     return torch.randint(0, 50, (1, length), generator=torch.Generator().manual_seed(0))
 
@@ -118,26 +126,31 @@ def streams(trace: ula.Trace) -> list[torch.Tensor]:
     return [stream for layer in trace.layers for stream in (layer.stream, layer.next_stream) if stream is not None]
 
 
-def test_a_second_trace_tries_the_sums_of_the_first(candidates: list[object]) -> None:
-    model, other = llama(), llama()
+@pytest.mark.parametrize("build", [llama, gemma])
+def test_a_second_trace_tries_the_sums_of_the_first(build: Callable[[], nn.Module], candidates: list[object]) -> None:
+    model = build()
     ula.trace(model, ids())
     assert len(candidates) > 2 * DEPTH
     candidates.clear()
     again = ula.trace(model, ids(12))
     assert not candidates
-    whole = ula.trace(other, ids(12))
+    whole = ula.trace(build(), ids(12))
     assert candidates and len(streams(whole)) == 2 * DEPTH
     assert all(map(torch.equal, streams(again), streams(whole)))
 
 
-def test_a_sum_of_an_earlier_trace_that_is_none_now_is_searched(candidates: list[object]) -> None:
+@pytest.mark.parametrize("number", [1, 10**6])
+def test_a_sum_of_an_earlier_trace_that_is_none_now_is_searched(number: int, candidates: list[object]) -> None:
     model = llama()
     first = ula.trace(model, ids())
     _, outcomes = stream_locator._earlier[model]
     assert len(outcomes) == DEPTH
-    for search in outcomes:
-        outcomes[search] = 10**6 if search[0].startswith("model.layers.0.") else 1
+    for search, outcome in outcomes.items():
+        outcomes[search] = outcome._replace(candidates=(number,))
     candidates.clear()
     again = ula.trace(model, ids())
     assert candidates
     assert all(map(torch.equal, streams(again), streams(first)))
+    candidates.clear()
+    ula.trace(model, ids())
+    assert not candidates

@@ -8,14 +8,14 @@ stream without it.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, tee
 
 from torch import Tensor, nn
 
 from unilinattn.architectures.recorded import passed_ports
 from unilinattn.call import Call
 from unilinattn.errors import UncoveredError
-from unilinattn.host.module_calls import CallRecord, Following, ResidualSite, tensors_in
+from unilinattn.host.module_calls import NO_SUM, CallRecord, Following, ResidualSite, tensors_in
 from unilinattn.tracing.sums import Candidate, fit_factors, possible_sums
 
 NEARBY = 12
@@ -141,30 +141,38 @@ def _sum_of(
     before: Sequence[CallRecord],
     after: Sequence[CallRecord],
 ) -> ResidualSite | None:
-    """Return the sum of a stream and the tensor `added`, None if there is none.
+    """Return the sum of a stream and the tensor `added`, None if there is none; append to `layer.candidates`.
 
-    Of the layer's output, the candidate `layer.candidate` is tried first, and is set to the one that is the sum.
+    The candidate of an earlier trace is tried first.
     """
+    earlier = next(iter(layer.earlier_candidates[len(layer.candidates) :]), None)
+    layer.candidates.append(earlier)
+    if earlier == NO_SUM:
+        return None
     received = [t for child in after for t in (*tensors_in(child.arguments), *child.returned)]
     sums = _alike([*received, *block.returned], added)
 
-    def candidates(zero: bool = False) -> Iterator[Candidate]:
+    def candidates(*, zero: bool) -> Iterator[Candidate]:
         parts = _candidates(layer, added, block, block.children[inside], before, after, zero=zero)
         return ((total, stream, other) for stream, other in parts for total in sums)
 
-    is_output = added is layer.output
-    if is_output and layer.candidate is not None:
-        for candidate in islice(candidates(), layer.candidate, layer.candidate + 1):
+    if earlier is not None:
+        for candidate in islice(candidates(zero=False), earlier, earlier + 1):
             if (site := _site(candidate, added, zero=False)) is not None:
                 return site
     zero = not bool(added.any())
+    numbered, searched = tee(candidates(zero=zero))
     # Most layers need few candidates, and each takes a fit of all elements.
-    fits = (_site(candidate, added, zero=zero) for candidate in possible_sums(candidates(zero), added))
+    fits = (_site(candidate, added, zero=zero) for candidate in possible_sums(searched, added))
     site = _likeliest(site for site in fits if site is not None)
-    if is_output and site is not None:
-        summed = site.total, site.stream, site.other
-        layer.candidate = next((n for n, each in enumerate(candidates()) if _are_same(each, summed)), None)
+    layer.candidates[-1] = None if zero else NO_SUM if site is None else _number(site, numbered)
     return site
+
+
+def _number(site: ResidualSite, candidates: Iterable[Candidate]) -> int:
+    """Return the number of the candidate that a site is made of."""
+    parts = enumerate(candidates)
+    return next(n for n, (t, x, other) in parts if t is site.total and x is site.stream and other is site.other)
 
 
 def group_parallel(layers: Sequence[CallRecord]) -> list[list[int]]:
@@ -303,11 +311,6 @@ def _among(tensor: Tensor, others: Iterable[Tensor]) -> bool:
 
 def _same_memory(tensor: Tensor, other: Tensor) -> bool:
     return tensor.data_ptr() == other.data_ptr() and tensor.numel() == other.numel()
-
-
-def _are_same(candidate: Candidate, other: Candidate) -> bool:
-    pairs = zip(candidate, other, strict=True)
-    return all(a is b if a is None or b is None else _same_memory(a, b) for a, b in pairs)
 
 
 def _is_multiple(tensor: Tensor, other: Tensor) -> bool:

@@ -2,20 +2,26 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from torch import nn
 
 from unilinattn.discovery.search import FEWEST, state_of
-from unilinattn.host.module_calls import CallRecord
+from unilinattn.host.module_calls import NO_SUM, CallRecord
 from unilinattn.tracing.residual import locate_in_stream
 
 Search = tuple[str, str, int]
 """The paths of a layer and of a block around it, and the number of the search among those of both in a run."""
 
-Outcome = int | str | None
-"""The number of the candidate that was the sum; without a sum the module that reads the layer's output, if any."""
+
+class Outcome(NamedTuple):
+    """The candidates of a search, whether one is a sum, and the module that reads the layer's output, if any."""
+
+    candidates: tuple[int | None, ...]
+    is_found: bool
+    reader: str | None
+
 
 _earlier: "WeakKeyDictionary[nn.Module, tuple[object, dict[Search, Outcome]]]" = WeakKeyDictionary()
 """The outcomes of the searches of each model in its last state."""
@@ -49,16 +55,15 @@ class StreamLocator:
         self._searches[layer.name, block.name] += 1
         search = layer.name, block.name, self._searches[layer.name, block.name]
         outcome = self._outcomes.get(search)
-        if isinstance(outcome, int):
-            layer.candidate = outcome
-        elif search in self._outcomes:
-            layer.reader = layer.reader or outcome
+        if outcome is not None and not outcome.is_found:
+            layer.reader = layer.reader or outcome.reader
             return False
+        layer.candidates, layer.earlier_candidates = [], () if outcome is None else outcome.candidates
         is_found = locate_in_stream(layer, block)
-        if is_found and layer.candidate is not None:
-            self._outcomes[search] = layer.candidate
-        elif not is_found and _has_distinct_sums(layer):
-            self._outcomes[search] = layer.reader
+        latest = Outcome(tuple(layer.candidates), is_found, layer.reader)
+        is_verified = is_found and NO_SUM not in latest.candidates
+        if latest != outcome and (is_verified or _has_distinct_sums(layer)):
+            self._outcomes[search] = latest
         return is_found
 
 
