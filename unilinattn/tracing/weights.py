@@ -137,8 +137,9 @@ def _factors_on_cpu() -> NDArray[np.int64]:
 
 def _words(tensor: Tensor) -> Int64[Tensor, " word"]:
     """Return a tensor's bytes as 64-bit integers, the last one padded with zeros."""
-    # A tensor of one element may have any stride and count as contiguous.
-    raw = tensor.reshape(-1).clone(memory_format=torch.contiguous_format) if tensor.numel() == 1 else tensor
+    # A tensor of one element may have any stride and count as contiguous; a part of a buffer may begin inside a word.
+    is_copied = tensor.numel() == 1 or tensor.storage_offset() * tensor.element_size() % 8
+    raw = tensor.reshape(-1).clone(memory_format=torch.contiguous_format) if is_copied else tensor
     raw = raw.contiguous().reshape(-1).view(torch.uint8)
     rest = -len(raw) % 8
     return (torch.nn.functional.pad(raw, (0, rest)) if rest else raw).view(torch.int64)
