@@ -158,7 +158,7 @@ def configurations(model: nn.Module) -> list[Any]:
 def configured(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
     """Yield the modules of a model that have an attribute `config`, and its value."""
     for module in model.modules():
-        # A module raises an error for an attribute that it lacks, which costs ten times this look-up.
+        # A module raises an error for an attribute that it lacks, which takes several times as long as this.
         if "config" in vars(module) or hasattr(type(module), "config"):
             yield module, getattr(module, "config", None)
 

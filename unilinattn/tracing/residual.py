@@ -171,8 +171,8 @@ def _sum_of(
 
 def _number(site: ResidualSite, candidates: Iterable[Candidate]) -> int:
     """Return the number of the candidate that a site is made of."""
-    parts = enumerate(candidates)
-    return next(n for n, (t, x, other) in parts if t is site.total and x is site.stream and other is site.other)
+    total, stream, other = site.total, site.stream, site.other
+    return next(n for n, (t, x, y) in enumerate(candidates) if t is total and x is stream and y is other)
 
 
 def group_parallel(layers: Sequence[CallRecord]) -> list[list[int]]:
