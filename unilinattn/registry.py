@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import cache, wraps
+from functools import cache, lru_cache, wraps
 from importlib.metadata import entry_points
 from typing import Any, Concatenate, TypeVar, overload
 
@@ -343,8 +343,13 @@ def overridden(*entries: Architecture | Method) -> Iterator[None]:
 
 def _nearest_ancestor(table: Mapping[str, Entry], cls: type) -> Entry | None:
     load_entry_points()
-    names = (f"{ancestor.__module__}.{ancestor.__qualname__}" for ancestor in cls.__mro__)
-    return next((table[name] for name in names if name in table), None)
+    return next((table[name] for name in _names(cls) if name in table), None)
+
+
+@lru_cache(maxsize=1024)
+def _names(cls: type) -> tuple[str, ...]:
+    """Return the qualified names of a class and its ancestors, the nearest first."""
+    return tuple(f"{ancestor.__module__}.{ancestor.__qualname__}" for ancestor in cls.__mro__)
 
 
 @cache

@@ -156,3 +156,10 @@ def test_attention_that_combines_the_mask_with_scores_of_its_own_reads_the_mask_
             captured = model(signal).last_hidden_state
     assert len(calls) == 1
     assert relative_error(captured, own) < TOLERANCES["layer", torch.float32]
+
+
+def test_the_layers_of_a_run_share_the_causal_mask() -> None:
+    model = model_of("GPT2LMHeadModel", "GPT2Config", vocab_size=20, n_embd=8, n_layer=3, n_head=2)
+    layers = ula.trace(model, {"input_ids": ids()}, progress=False).layers
+    masks = {id(layer.seen[0].record.mask) for layer in layers}
+    assert len(layers) == 3 and len(masks) == 1

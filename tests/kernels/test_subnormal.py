@@ -2,7 +2,10 @@
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn import functional
 
+from unilinattn.kernels import subnormal
 from unilinattn.kernels.reduced_map import tiled
 from unilinattn.kernels.reduced_map.naive import reduced_map
 from unilinattn.kernels.subnormal import decays, flushed, flushed_, flushed_given
@@ -60,6 +63,17 @@ def test_weights_are_copied_only_if_they_contain_subnormal_numbers() -> None:
     weights[1, 2, 0, 0] = 1e-40
     assert flushed_given(weights)[1, 2, 0, 0] == 0
     assert weights[1, 2, 0, 0] > 0
+
+
+@pytest.mark.parametrize(("compared", "count"), [(subnormal.COMPARED, 1), (48, 2), (1, 6)])
+def test_heads_are_compared_in_parts_of_a_size(compared: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, calls = torch.rand(2, 3, 4, 4), list[Tensor]()
+    hardshrink = functional.hardshrink
+    monkeypatch.setattr(subnormal, "COMPARED", compared)
+    monkeypatch.setattr(functional, "hardshrink", lambda x, tiny: calls.append(x) or hardshrink(x, tiny))
+    assert flushed_given(weights) is weights and len(calls) == count
+    weights[1, 2, 3, 3] = 1e-40
+    assert flushed_given(weights)[1, 2, 3, 3] == 0
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e-36])

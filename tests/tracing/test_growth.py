@@ -3,6 +3,7 @@
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,13 +69,13 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     yield calls
 
 
-def calls_of(run: Callable[[], object]) -> int:
-    """Return the number of functions of Python that a call of `run` calls."""
+def calls_of(run: Callable[[], object], folder: str = "") -> int:
+    """Return the number of functions of Python, of the files of a folder, that a call of `run` calls."""
     count = 0
 
     def note(frame: Any, event: str, _: Any) -> None:
         nonlocal count
-        count += event == "call"
+        count += event == "call" and frame.f_code.co_filename.startswith(folder)
 
     before = sys.getprofile()
     sys.setprofile(note)
@@ -98,8 +99,8 @@ def test_each_layer_adds_the_same_work(build: Callable[[int], nn.Module], work: 
     counts = []
     for depth in DEPTHS:
         again = traced(build, depth)
-        # The searches without a sum, which a second trace leaves out, grow with depth too.
-        stream_locator._missing.clear()
+        # The searches, which a second trace leaves out, grow with depth too.
+        stream_locator._earlier.clear()
         work.clear()
         assert len(again().layers) == depth
         counts.append(Counter(work))
@@ -117,3 +118,17 @@ def test_all_calls_are_linear_in_the_layers(build: Callable[[int], nn.Module], p
         pytest.skip("counts the calls of the package, and checks of signatures call more")
     few, some, many = (calls_of(traced(build, depth)) for depth in DEPTHS)
     assert many - some <= 1.01 * (some - few), (few, some, many)
+
+
+@pytest.mark.parametrize("build", [bert, gpt2, parallel, sandwich, mamba])
+def test_the_package_calls_few_functions_for_each_module(
+    build: Callable[[int], nn.Module], pytestconfig: pytest.Config
+) -> None:
+    if pytestconfig.getoption("--thorough"):
+        pytest.skip("counts the calls of the package, and checks of signatures call more")
+    folder, calls, modules = str(Path(ula.__file__).parent), [], []
+    for depth in DEPTHS[::2]:
+        again = traced(build, depth)
+        modules.append(len(list(again().host.modules())))
+        calls.append(calls_of(again, folder))
+    assert calls[1] - calls[0] <= 100 * (modules[1] - modules[0]), (calls, modules)

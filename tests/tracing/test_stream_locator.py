@@ -1,6 +1,6 @@
 """A trace searches no block again in which an earlier one found no sum, until something of the model changes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -25,6 +25,14 @@ def llama() -> nn.Module:
     torch.manual_seed(0)
     sizes: dict[str, Any] = dict(hidden_size=16, intermediate_size=32, num_attention_heads=2, vocab_size=50)
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_hidden_layers=DEPTH)).eval()
+
+
+def gemma() -> nn.Module:
+    """Return a model that norms what it adds to its stream."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = dict(hidden_size=16, intermediate_size=32, num_attention_heads=2, vocab_size=50, head_dim=8)
+    config = transformers.Gemma2Config(**sizes, num_key_value_heads=2, num_hidden_layers=DEPTH)
+    return transformers.Gemma2ForCausalLM(config).eval()
 
 
 def ids(length: int = 9) -> torch.Tensor:
@@ -99,3 +107,50 @@ def test_found_sums_are_verified_in_each_trace(searches: list[tuple[str, str]]) 
     searches.clear()
     assert reasons(ula.trace(model, ids(12))) == reasons(first)
     assert len(searches) == count
+
+
+@pytest.fixture
+def candidates(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The candidates that were ruled out, or not, by a few of their elements."""
+    tried: list[object] = []
+    possible = residual.possible_sums
+
+    def noted(sums: Iterator[Any], added: torch.Tensor) -> Iterator[Any]:
+        return possible((tried.append(each) or each for each in sums), added)
+
+    monkeypatch.setattr(residual, "possible_sums", noted)
+    return tried
+
+
+def streams(trace: ula.Trace) -> list[torch.Tensor]:
+    return [stream for layer in trace.layers for stream in (layer.stream, layer.next_stream) if stream is not None]
+
+
+@pytest.mark.parametrize("build", [llama, gemma])
+def test_a_second_trace_tries_the_sums_of_the_first(build: Callable[[], nn.Module], candidates: list[object]) -> None:
+    model = build()
+    ula.trace(model, ids())
+    assert len(candidates) > 2 * DEPTH
+    candidates.clear()
+    again = ula.trace(model, ids(12))
+    assert not candidates
+    whole = ula.trace(build(), ids(12))
+    assert candidates and len(streams(whole)) == 2 * DEPTH
+    assert all(map(torch.equal, streams(again), streams(whole)))
+
+
+@pytest.mark.parametrize("number", [1, 10**6])
+def test_a_sum_of_an_earlier_trace_that_is_none_now_is_searched(number: int, candidates: list[object]) -> None:
+    model = llama()
+    first = ula.trace(model, ids())
+    _, outcomes = stream_locator._earlier[model]
+    assert len(outcomes) == DEPTH
+    for search, outcome in outcomes.items():
+        outcomes[search] = outcome._replace(candidates=(number,))
+    candidates.clear()
+    again = ula.trace(model, ids())
+    assert candidates
+    assert all(map(torch.equal, streams(again), streams(first)))
+    candidates.clear()
+    ula.trace(model, ids())
+    assert not candidates

@@ -46,3 +46,14 @@ def test_weights_of_any_length_that_are_doubled_are_noticed() -> None:
             continue
         unnoticed.append(length)
     assert not unnoticed
+
+
+def test_a_weight_that_begins_inside_a_word_of_a_buffer_has_the_checksum_of_its_copy() -> None:
+    buffer = torch.randn(9)
+    layers = [nn.ParameterList([weight]) for weight in (buffer[1:], buffer[1:].clone())]
+    for weights in map(Weights, layers):
+        for layer in layers:
+            weights.require_same(layer, "List", "nothing is left")
+    buffer[8] = 0
+    with pytest.raises(ModelStateError, match="the weights of List changed"):
+        Weights(layers[1]).require_same(layers[0], "List", "nothing is left")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -69,6 +69,8 @@ def capture(model: nn.Module, mark: Callable[[nn.Module, Any], None]) -> Iterato
         return
 
     chosen = {id(config): config._attn_implementation_internal for config in configurations(model)}
+    # The layers of a run share it: of many tokens it is as large as the weights of a head.
+    causal = cache(_causal)
 
     def handle(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
@@ -77,7 +79,7 @@ def capture(model: nn.Module, mark: Callable[[nn.Module, Any], None]) -> Iterato
         if mask is not None and mask.dtype == torch.bool and fused:
             eager = _keeping(eager)
         elif mask is None and fused and _is_causal(module, query, options):
-            mask = _causal(query, key)
+            mask = causal(query.shape[2], key.shape[2], query.dtype, query.device)
         mark(module, Attended(query.detach(), key.detach(), value.detach(), mask, options, eager))
         return eager(module, query, key, value, mask, **options)
 
@@ -143,7 +145,7 @@ def tables() -> list[tuple[dict[str, Any], str]]:
 def configurations(model: nn.Module) -> list[Any]:
     """Return the distinct configurations of a model and its modules, sub-configurations included."""
     configs: dict[int, Any] = {}
-    waiting = [getattr(module, "config", None) for module in model.modules()]
+    waiting = [config for _, config in configured(model)]
     while waiting:
         config = waiting.pop()
         if id(config) in configs or not hasattr(config, "_attn_implementation_internal"):
@@ -153,13 +155,18 @@ def configurations(model: nn.Module) -> list[Any]:
     return list(configs.values())
 
 
+def configured(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
+    """Yield the modules of a model that have an attribute `config`, and its value."""
+    for module in model.modules():
+        # A module raises an error for an attribute that it lacks, which takes several times as long as this.
+        if "config" in vars(module) or hasattr(type(module), "config"):
+            yield module, getattr(module, "config", None)
+
+
 def _of_interface(model: nn.Module) -> list[Any]:
     """Return the configurations of modules whose file calls the interface; others choose by the name by themselves."""
-    configs = {
-        id(config): config
-        for module in model.modules()
-        if (config := getattr(module, "config", None)) is not None and calls_interface(module)
-    }
+    pairs = {(type(module), id(config)): module for module, config in configured(model)}
+    configs = {config for (_, config), module in pairs.items() if calls_interface(module)}
     return [config for config in configurations(model) if id(config) in configs]
 
 
@@ -294,12 +301,11 @@ def _is_causal(module: nn.Module, query: Tensor, options: Mapping[str, Any]) -> 
     return query.shape[2] > 1 and bool(getattr(module, "is_causal", True) if named is None else named)
 
 
-def _causal(query: Float[Tensor, "batch head query channel"], key: Tensor) -> Float[Tensor, "1 1 query key"]:
+def _causal(queries: int, keys: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "1 1 query key"]:
     """Return the mask that adds the most negative number to the score of a later token."""
-    queries, keys = (torch.arange(x.shape[2], device=query.device) for x in (query, key))
-    later = keys > queries[:, None]
-    mask = torch.zeros(later.shape, dtype=query.dtype, device=query.device)
-    return mask.masked_fill(later, torch.finfo(query.dtype).min)[None, None]
+    later = torch.arange(keys, device=device) > torch.arange(queries, device=device)[:, None]
+    mask = torch.zeros(later.shape, dtype=dtype, device=device)
+    return mask.masked_fill(later, torch.finfo(dtype).min)[None, None]
 
 
 def _dispatch(

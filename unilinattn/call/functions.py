@@ -122,8 +122,8 @@ def _hiding(packages: frozenset[str], loaded: int) -> tuple[Entry, ...]:
 
 def _hiding_in(attributes: dict[str, Any]) -> list[Entry]:
     # The call is only for the few of thousands of values that may hide code.
-    entries = list(attributes.items())
-    may_hide = ((name, value) for name, value in entries if value is CHECKPOINT or type(value) is ScriptFunction)
+    items = list(attributes.items())
+    may_hide = [item for item in items if item[1] is CHECKPOINT or type(item[1]) is ScriptFunction]
     return [(attributes, name) for name, value in may_hide if _plain(value) is not None]
 
 

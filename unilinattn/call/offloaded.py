@@ -73,6 +73,6 @@ def _read(stored: Any, name: str) -> Tensor:
 
 def _hooks(module: nn.Module) -> Iterator[Any]:
     """Yield the hooks of accelerate that move weights."""
-    hook: Any = getattr(module, "_hf_hook", None)
+    hook: Any = vars(module).get("_hf_hook")
     hooks = [] if hook is None else getattr(hook, "hooks", [hook])
     return (hook for hook in hooks if hasattr(hook, "weights_map"))

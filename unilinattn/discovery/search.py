@@ -347,9 +347,11 @@ def _lengths(arguments: Mapping[str, Any], layers: Sequence[CallRecord]) -> list
 
 def state_of(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[object, ...]:
     """Return the key of an answer: modules, their modes and weights, names of the arguments, registered adapters."""
-    modules = tuple((path, type(module), module.training) for path, module in model.named_modules())
-    weights = tuple((id(p), p.data_ptr(), p.dtype, -1 if p.is_inference() else p._version) for p in model.parameters())
-    return modules, weights, tuple(sorted(arguments)), tuple(list_architectures())
+    modules = dict(model.named_modules())
+    classes = tuple((path, type(module), module.training) for path, module in modules.items())
+    parameters = [p for module in modules.values() for p in module._parameters.values() if p is not None]
+    weights = tuple((id(p), p.data_ptr(), p.dtype, -1 if p.is_inference() else p._version) for p in parameters)
+    return classes, weights, tuple(sorted(arguments)), tuple(list_architectures())
 
 
 def _shapes(arguments: Mapping[str, Any]) -> Shapes:

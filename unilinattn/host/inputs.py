@@ -48,9 +48,11 @@ def host_arguments(model: nn.Module, inputs: Any) -> dict[str, Any]:
     if "use_cache" in parameters or (CACHE in parameters and passes_on):
         arguments["use_cache"] = False
     mask = arguments.get("attention_mask")
-    derives = any(hasattr(m, "create_position_ids_from_input_ids") for m in model.modules())
-    takes_positions = "position_ids" in parameters and not derives
-    if takes_positions and isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask[:, 0].all()):
+    if (
+        ("position_ids" in parameters and isinstance(mask, Tensor) and mask.ndim == 2)
+        and not bool(mask[:, 0].all())
+        and not any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules())
+    ):
         arguments.setdefault("position_ids", (mask.long().cumsum(-1) - 1).clamp_min(0))
     return arguments
 
@@ -58,7 +60,7 @@ def host_arguments(model: nn.Module, inputs: Any) -> dict[str, Any]:
 def refuse_states(arguments: Mapping[str, Any], name: str, caches: Sequence[str] = CACHES) -> None:
     """Raise `InputError` for a cache that holds states: an operator maps only the tokens of the call."""
     for cache in caches:
-        if _holds_tensors(arguments.get(cache), depth=4):
+        if arguments.get(cache) is not None and _holds_tensors(arguments[cache], depth=4):
             raise InputError(
                 f"{name} was given {cache} with the states of earlier tokens, which are not part of this call, so no "
                 "operator could account for them. Leave it out and pass the whole text."
@@ -205,7 +207,10 @@ def bound_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     """Name the arguments of a call by the parameters of the module's `forward`."""
     # A compiled module has the arguments of its original module.
     source = getattr(module, OPTIMIZED) if OPTIMIZED in module._modules else module
-    signature, positional, named = _signature(type(source).forward)
+    signature, single, positional, named = _signature(type(source).forward)
+    if single is not None and len(args) == 1 and not kwargs:
+        # Most modules take one tensor, and many of them compute less than `bind`.
+        return {single: args[0]}
     arguments = dict(list(signature.bind(source, *args, **kwargs).arguments.items())[1:])
     if positional is not None:
         arguments.update({str(k): v for k, v in enumerate(arguments.pop(positional, ()))})
@@ -215,11 +220,18 @@ def bound_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 @lru_cache(maxsize=1024)
-def _signature(forward: Callable[..., Any]) -> tuple[inspect.Signature, str | None, str | None]:
-    """Return a function's signature, and the names of its parameters for other positional and named arguments."""
+def _signature(forward: Callable[..., Any]) -> tuple[inspect.Signature, str | None, str | None, str | None]:
+    """Return a method's signature, and the names of three of its parameters, None for each that it lacks.
+
+    These are the parameter of an only argument, and those of other positional and of other named arguments.
+    """
     signature = inspect.signature(forward)
     names = {parameter.kind: parameter.name for parameter in signature.parameters.values()}
-    return signature, names.get(inspect.Parameter.VAR_POSITIONAL), names.get(inspect.Parameter.VAR_KEYWORD)
+    positional, named = names.get(inspect.Parameter.VAR_POSITIONAL), names.get(inspect.Parameter.VAR_KEYWORD)
+    ordinary = [p for p in list(signature.parameters.values())[1:] if p.name not in (positional, named)]
+    is_single = all(p.default is not p.empty for p in ordinary[1:])
+    single = next((p.name for p in ordinary[:1] if is_single and p.kind is p.POSITIONAL_OR_KEYWORD), None)
+    return signature, single, positional, named
 
 
 def _main_input(model: nn.Module) -> str:
@@ -277,14 +289,14 @@ def _check_ids(model: nn.Module, arguments: Mapping[str, Any]) -> None:
 def _check_tensors(model: nn.Module, arguments: Mapping[str, Any]) -> None:
     """Raise `InputError` for tensors without elements, with NaN, or on another device than that of the whole model."""
     devices = {parameter.device for parameter in model.parameters() if not parameter.is_meta}
-    # accelerate, which distributes a model over devices, also moves its inputs.
-    moved = any(hasattr(module, "_hf_hook") for module in model.modules())
     for name, value in arguments.items():
         if not isinstance(value, Tensor) or not value.ndim:
             continue
         if not value.numel():
             raise InputError(f"{name} has shape {tuple(value.shape)}; at least one sequence of one token is needed.")
-        if len(devices) == 1 and value.device not in devices and not moved:
+        # accelerate, which distributes a model over devices, also moves its inputs.
+        moves = len(devices) != 1 or value.device in devices or any("_hf_hook" in vars(x) for x in model.modules())
+        if not moves:
             (device,) = devices
             raise InputError(
                 f"{name} is on {value.device}, and {type(model).__name__} is on {device}; move one of them with "

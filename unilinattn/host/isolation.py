@@ -145,10 +145,13 @@ class Found:
         objects = [vars(owner) for owner in (*modules, *interface.configurations(model))]
         objects.append(progress.scope())
         self._objects = [(attributes, dict(attributes)) for attributes in objects]
-        containers = _containers(value for attributes in objects for value in attributes.values())
-        self._containers = [(container, _copy(container)) for container in (*containers, interface.chosen)]
-        tensors = {id(t): t for module in modules for t in (*vars(module).values(), *module._buffers.values())}
-        copied = [t for t in tensors.values() if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)]
+        values = {id(value): value for attributes in objects for value in attributes.values()}
+        containers: list[Any] = [value for value in values.values() if isinstance(value, (dict, list, set))]
+        # Most of a module's ten tables of hooks are empty.
+        self._empty = [container for container in containers if not container]
+        self._containers = [(each, _copy(each)) for each in (*filter(None, containers), interface.chosen)]
+        values |= {id(buffer): buffer for module in modules for buffer in module._buffers.values()}
+        copied = [t for t in values.values() if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)]
         self._tensors = [(tensor, _version(tensor), tensor.detach().clone()) for tensor in copied]
         self._parameters = [(name, p, _version(p)) for name, p in model.named_parameters()]
         self._entries = Entries(interface.tables())
@@ -166,10 +169,10 @@ class Found:
         self._entries.put_back()
         for attributes, before in self._objects:
             _restore_mapping(attributes, before)
+        for container in filter(None, self._empty):
+            container.clear()
         for container, copy in self._containers:
-            # Most of a module's ten tables of hooks are empty.
-            if container or copy:
-                _restore(container, copy)
+            _restore(container, copy)
         in_gradient_mode(False, self._restore_tensors)
         self._restored = True
 
@@ -186,10 +189,6 @@ class Found:
             raise ModelStateError(
                 f"running the model changed its own parameters {changed[:3]}; such a model cannot be traced."
             )
-
-
-def _containers(values: Iterable[Any]) -> list[Any]:
-    return list({id(value): value for value in values if isinstance(value, (dict, list, set))}.values())
 
 
 def _copy(container: Any) -> Any:

@@ -16,6 +16,9 @@ from unilinattn.errors import HostError, UncoveredError
 from unilinattn.operator.piecewise import Piece
 from unilinattn.registry import UNREGISTERED, Architecture, list_architectures
 
+NO_SUM = -1
+"""In place of the number of a candidate: none of them is a sum."""
+
 
 @dataclass(frozen=True)
 class ResidualSite:
@@ -83,9 +86,11 @@ class CallRecord:
     `returned` holds the returned tensors of the output's size. `shares_input` tells whether the module around it has
     the same input. For a layer, `structure` is the nesting that it returned, with a mark in place of its output;
     `entered` is a copy of its input; `site` is the sum of its output, as the modules `following` return it, and a
-    stream; `reader` is the path of the module that reads the output itself, if no such sum was found; and `batch` is
-    the number of sequences and `axes` the axes of channels, for a module without an adapter. For another module,
-    `unplaced` are the layers inside whose `site` is not known yet.
+    stream; `candidates` has a number for each tensor whose sum with a stream was searched, that of the sum among those
+    tried, `NO_SUM`, or None if it is unknown, and `earlier_candidates` those of an earlier trace; `reader` is the path
+    of the module that reads the output itself, if no such sum was found; and `batch` is the number of sequences and
+    `axes` the axes of channels, for a module without an adapter. For another module, `unplaced` are the layers inside
+    whose `site` is not known yet.
     """
 
     module: nn.Module
@@ -102,6 +107,8 @@ class CallRecord:
     returned: tuple[Tensor, ...] = ()
     site: ResidualSite | None = None
     following: tuple[Following, ...] = ()
+    candidates: list[int | None] = field(default_factory=list)
+    earlier_candidates: tuple[int | None, ...] = ()
     reader: str | None = None
     prefix: Prefix | None = None
     batch: int | None = None

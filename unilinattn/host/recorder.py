@@ -80,18 +80,16 @@ class Recorder(Observer[CallRecord]):
         record = CallRecord(module, path, bound_arguments(module, *inputs), parent, architecture)
         if parent is None:
             self._batch = sequences_in(record.arguments)
-        entering = record.input
-        if architecture is self._recorded and entering is not None and entering.ndim > 2:
-            # Vectors along two axes are packed tokens: one vector of each sequence has no others to mix with.
-            record.batch = self._batch
         if parent is not None:
-            record.shares_input = entering is not None and parent.input is entering
             parent.children.append(record)
         # A wrapper may pass a cache to its model; the other names also pass states between layers of a host.
         refuse_states(record.arguments, path, CACHES[:2])
-        if architecture is not None and entering is not None:
+        if architecture is not None and (entering := record.input) is not None:
             # A host may write into its argument.
             record.entered = entering.detach().clone()
+            if architecture is self._recorded and entering.ndim > 2:
+                # Vectors along two axes are packed tokens: one vector of each sequence has no others to mix with.
+                record.batch = self._batch
         return record
 
     def leaving(self, frame: CallRecord, module: nn.Module, inputs: Inputs, output: Any) -> Any:
@@ -102,7 +100,8 @@ class Recorder(Observer[CallRecord]):
         if frame.output is not None:
             # Other returned tensors, such as attention weights, are too large to keep.
             size = frame.output.numel()
-            frame.returned = tuple(t for t in tensors_in(output) if t.numel() == size)
+            returned = (output,) if frame.output is output else tensors_in(output)
+            frame.returned = tuple(t for t in returned if t.numel() == size)
         if frame.architecture is self._recorded and frame.input is not None and frame.output is not None:
             frame.axes = axes_of(module, frame.input, frame.output) or LAST
             if are_windows(module, inputs, frame.input, frame.output, frame.batch):
@@ -113,9 +112,11 @@ class Recorder(Observer[CallRecord]):
         self._place(frame)
         if not is_layer:
             return None
+        entering = frame.input
+        frame.shares_input = entering is not None and frame.parent is not None and frame.parent.input is entering
         # A host may write into the tensors that it passes on.
-        if frame.entered is None and frame.input is not None:
-            frame.entered = frame.input.detach().clone()
+        if frame.entered is None and entering is not None:
+            frame.entered = entering.detach().clone()
         result = frame.output
         frame.output = None if result is None else result.detach().clone()
         # Expanded zeros of one element: other values, such as attention weights, may be larger than the output.
@@ -223,4 +224,5 @@ class _RefuseDropout(TorchFunctionMode):
 
 
 def _values(output: Any) -> list[Any]:
-    return list(output.values()) if isinstance(output, Mapping) else [output]
+    # A tensor first: the check for a mapping takes longer than most others of a call.
+    return list(output.values()) if not isinstance(output, Tensor) and isinstance(output, Mapping) else [output]

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from unilinattn.call.attention_interface import configured
 from unilinattn.call.functions import plain_functions
 from unilinattn.call.offloaded import offloaded
 from unilinattn.errors import InputError, ModelStateError
@@ -68,8 +69,7 @@ def plain_run(model: nn.Module) -> Iterator[None]:
                 stack.callback(setattr, module, "gradient_checkpointing", True)
                 setattr(module, "gradient_checkpointing", False)  # noqa: B010  a Module's attributes have no type
         # The argument `use_cache` does not reach a model inside a wrapper.
-        configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
-        for config in configs.values():
+        for config in {id(config): config for _, config in configured(model)}.values():
             if getattr(config, "use_cache", None):
                 stack.callback(setattr, config, "use_cache", config.use_cache)
                 config.use_cache = False
@@ -92,14 +92,16 @@ def _imported(package: str, name: str) -> Any:
 
 
 def _check_readable(model: nn.Module) -> None:
-    title = type(model).__name__
-    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+    title, modules = type(model).__name__, dict(model.named_modules())
+    if any(isinstance(module, torch.jit.ScriptModule) for module in modules.values()):
         raise ModelStateError(
             f"{title} holds TorchScript, whose modules run without being called; trace the model that it was made of."
         )
     distributed = sys.modules.get("torch.distributed.tensor")
-    sharded = [n for n, p in model.named_parameters() if distributed is not None and isinstance(p, distributed.DTensor)]
-    if sharded or any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+    sharded = () if distributed is None else (distributed.DTensor,)
+    weights = [(path, *weight) for path, module in modules.items() for weight in module._parameters.items()]
+    is_sharded = any(isinstance(tensor, sharded) for _, _, tensor in weights)
+    if is_sharded or any(type(module).__name__ == "FullyShardedDataParallel" for module in modules.values()):
         raise ModelStateError(
             f"the weights of {title} are sharded over processes (FSDP, tensor parallelism), so none of them holds a "
             "whole layer; gather the full state dict, load it into a model that is not sharded, and trace that."
@@ -108,10 +110,8 @@ def _check_readable(model: nn.Module) -> None:
     stored = offloaded(model)
     away = [
         f"{path}.{name}".lstrip(".")
-        for path, module in model.named_modules()
-        if id(module) not in stored
-        for name, tensor in module.named_parameters(recurse=False)
-        if tensor.is_meta and type(tensor) is nn.Parameter
+        for path, name, tensor in weights
+        if type(tensor) is nn.Parameter and tensor.is_meta and id(modules[path]) not in stored
     ]
     if away:
         raise ModelStateError(

@@ -6,15 +6,16 @@ a part only if the layer cannot depend on it: the module ran later, or the layer
 stream without it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice, tee
 
 from torch import Tensor, nn
 
 from unilinattn.architectures.recorded import passed_ports
 from unilinattn.call import Call
 from unilinattn.errors import UncoveredError
-from unilinattn.host.module_calls import CallRecord, Following, ResidualSite, tensors_in
+from unilinattn.host.module_calls import NO_SUM, CallRecord, Following, ResidualSite, tensors_in
 from unilinattn.tracing.sums import Candidate, fit_factors, possible_sums
 
 NEARBY = 12
@@ -140,15 +141,38 @@ def _sum_of(
     before: Sequence[CallRecord],
     after: Sequence[CallRecord],
 ) -> ResidualSite | None:
-    """Return the sum of a stream and the tensor `added`, None if there is none."""
+    """Return the sum of a stream and the tensor `added`, None if there is none; append to `layer.candidates`.
+
+    The candidate of an earlier trace is tried first.
+    """
+    earlier = next(iter(layer.earlier_candidates[len(layer.candidates) :]), None)
+    layer.candidates.append(earlier)
+    if earlier == NO_SUM:
+        return None
     received = [t for child in after for t in (*tensors_in(child.arguments), *child.returned)]
     sums = _alike([*received, *block.returned], added)
+
+    def candidates(*, zero: bool) -> Iterator[Candidate]:
+        parts = _candidates(layer, added, block, block.children[inside], before, after, zero=zero)
+        return ((total, stream, other) for stream, other in parts for total in sums)
+
+    if earlier is not None:
+        for candidate in islice(candidates(zero=False), earlier, earlier + 1):
+            if (site := _site(candidate, added, zero=False)) is not None:
+                return site
     zero = not bool(added.any())
-    parts = _candidates(layer, added, block, block.children[inside], before, after, zero=zero)
-    candidates = ((total, stream, other) for stream, other in parts for total in sums)
+    numbered, searched = tee(candidates(zero=zero))
     # Most layers need few candidates, and each takes a fit of all elements.
-    fits = (_site(candidate, added, zero=zero) for candidate in possible_sums(candidates, added))
-    return _likeliest(site for site in fits if site is not None)
+    fits = (_site(candidate, added, zero=zero) for candidate in possible_sums(searched, added))
+    site = _likeliest(site for site in fits if site is not None)
+    layer.candidates[-1] = None if zero else NO_SUM if site is None else _number(site, numbered)
+    return site
+
+
+def _number(site: ResidualSite, candidates: Iterable[Candidate]) -> int:
+    """Return the number of the candidate that a site is made of."""
+    total, stream, other = site.total, site.stream, site.other
+    return next(n for n, (t, x, y) in enumerate(candidates) if t is total and x is stream and y is other)
 
 
 def group_parallel(layers: Sequence[CallRecord]) -> list[list[int]]:
@@ -277,7 +301,7 @@ def _alike(tensors: Iterable[Tensor], like: Tensor) -> list[Tensor]:
     for tensor in tensors:
         fits = tensor.numel() == like.numel() and tensor.device == like.device
         if fits and not _among(tensor, matching):
-            matching.append(tensor.reshape(like.shape))
+            matching.append(tensor if tensor.shape == like.shape else tensor.reshape(like.shape))
     return matching
 
 

@@ -98,7 +98,7 @@ def precision_of(module: nn.Module, output: Tensor) -> torch.dtype:
         dtypes.append(torch.get_autocast_dtype(device))
     if device == "cuda" and torch.get_float32_matmul_precision() != "highest":
         dtypes.append(torch.float16)
-    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+    return max(dict.fromkeys(dtypes), key=lambda dtype: torch.finfo(dtype).eps)
 
 
 def likely_causes(module: nn.Module) -> list[str]:

@@ -77,11 +77,13 @@ class Weights:
 def _checksums(module: nn.Module, by_id: dict[int, Checksum]) -> dict[str, Checksum]:
     """Return the checksum of each parameter and buffer by its name; a shared tensor is read once."""
     checksums = {}
-    for tensors in (module.named_parameters, module.named_buffers):
-        for name, tensor in tensors(remove_duplicate=False):
+    for path, inner in module.named_modules(remove_duplicate=False):
+        for name, tensor in (*inner._parameters.items(), *inner._buffers.items()):
+            if tensor is None:
+                continue
             if id(tensor) not in by_id:
                 by_id[id(tensor)] = tensor.shape, tensor.dtype, _checksum(tensor.detach())
-            checksums[name] = by_id[id(tensor)]
+            checksums[f"{path}.{name}" if path else name] = by_id[id(tensor)]
     return checksums
 
 
@@ -117,8 +119,7 @@ def _sum_on_cpu(words: NDArray[np.int64]) -> int:
         mixed = buffer[: len(chunk)]
         np.right_shift(chunk, 32, out=mixed)
         np.bitwise_xor(mixed, chunk, out=mixed)
-        np.multiply(mixed, every[: len(chunk)], out=mixed)
-        total = (total * PRIME + int(mixed.sum())) % (1 << 64)
+        total = (total * PRIME + int(np.dot(mixed, every[: len(chunk)]))) % (1 << 64)
     return total
 
 
@@ -136,8 +137,9 @@ def _factors_on_cpu() -> NDArray[np.int64]:
 
 def _words(tensor: Tensor) -> Int64[Tensor, " word"]:
     """Return a tensor's bytes as 64-bit integers, the last one padded with zeros."""
-    # A tensor of one element may have any stride and count as contiguous.
-    raw = tensor.reshape(-1).clone(memory_format=torch.contiguous_format) if tensor.numel() == 1 else tensor
+    # A tensor of one element may have any stride and count as contiguous; a part of a buffer may begin inside a word.
+    is_copied = tensor.numel() == 1 or tensor.storage_offset() * tensor.element_size() % 8
+    raw = tensor.reshape(-1).clone(memory_format=torch.contiguous_format) if is_copied else tensor
     raw = raw.contiguous().reshape(-1).view(torch.uint8)
     rest = -len(raw) % 8
     return (torch.nn.functional.pad(raw, (0, rest)) if rest else raw).view(torch.int64)

@@ -1,0 +1,70 @@
+"""The arguments of a module's call have the names and the order in which `inspect` binds them."""
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from unilinattn.host.inputs import bound_arguments
+
+
+class Optional(nn.Module):
+    def forward(self, x: Tensor, mask: Tensor | None = None, *, scale: float = 1.0) -> Tensor:
+        return x
+
+
+class Two(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + y
+
+
+class Named(nn.Module):
+    def forward(self, x: Tensor, *, scale: float) -> Tensor:
+        return x * scale
+
+
+class Everything(nn.Module):
+    def forward(self, *args: Tensor, **kwargs: Any) -> Tensor:
+        return args[0]
+
+
+class More(nn.Module):
+    def forward(self, x: Tensor, *args: Tensor, **kwargs: Any) -> Tensor:
+        return x
+
+
+X, Y = torch.zeros(1), torch.ones(1)
+
+
+@pytest.mark.parametrize(
+    ("module", "args", "kwargs", "names"),
+    [
+        (nn.Linear(1, 1), (X,), {}, ["input"]),
+        (Optional(), (X,), {}, ["x"]),
+        (Optional(), (X, Y), {}, ["x", "mask"]),
+        (Optional(), (X,), {"scale": 2.0, "mask": Y}, ["x", "mask", "scale"]),
+        (Optional(), (), {"mask": Y, "x": X}, ["x", "mask"]),
+        (Two(), (X, Y), {}, ["x", "y"]),
+        (Named(), (X,), {"scale": 1.0}, ["x", "scale"]),
+        (Everything(), (X,), {}, ["0"]),
+        (Everything(), (X, Y), {"z": Y}, ["0", "1", "z"]),
+        (More(), (X,), {}, ["x"]),
+        (More(), (X, Y), {"z": Y}, ["x", "0", "z"]),
+    ],
+)
+def test_arguments_have_the_names_of_their_parameters(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: list[str]
+) -> None:
+    arguments = bound_arguments(module, args, kwargs)
+    assert list(arguments) == names
+    bound = inspect.signature(module.forward).bind(*args, **kwargs)
+    values = [*bound.args, *bound.kwargs.values()]
+    assert all(any(value is other for other in values) for value in arguments.values())
+
+
+@pytest.mark.parametrize(("module", "name"), [(Two(), "y"), (Named(), "scale")])
+def test_a_missing_argument_is_refused(module: nn.Module, name: str) -> None:
+    with pytest.raises(TypeError, match=f"missing a required (keyword-only )?argument: '{name}'"):
+        bound_arguments(module, (X,), {})
