@@ -13,7 +13,9 @@ import torch
 from torch import nn
 
 from unilinattn.errors import InputError, OptionError, UncoveredError, UnilinattnError
-from unilinattn.evaluation.measures import Case, Metric, Part
+from unilinattn.evaluation.case import Case
+from unilinattn.evaluation.measures import Measurement, Metric, Part
+from unilinattn.evaluation.observer import Observer
 from unilinattn.evaluation.plan import Entry, Model, Plan, batches, described
 from unilinattn.evaluation.processes import Processes
 from unilinattn.evaluation.readers import OnError, read_samples
@@ -32,24 +34,6 @@ Choice = dict[str, list[Any] | None]
 """Parts of the metric that chooses a layer, by method and layer; None for a method that keeps no layer axis."""
 
 Row = dict[str, Any]
-
-
-class Observer:
-    """Receives the intermediate results of an evaluation of one model; the methods of this class ignore them."""
-
-    def traced(self, trace: Trace) -> None:
-        """Receive the trace of each batch of the data."""
-
-    def scored(self, trace: Trace, label: str, result: Attribution) -> Attribution:
-        """Receive the result of a row on a batch of the data, and return the result to measure."""
-        return result
-
-    def chosen(self, label: str, by_layer: Sequence[float]) -> None:
-        """Receive the metric of each layer of a row on the selection samples."""
-
-    def refused(self, label: str, error: UnilinattnError) -> None:
-        """Receive the error of a row; the row is left out of the table, unless this raises the error."""
-        raise error
 
 
 def evaluate(
@@ -174,6 +158,8 @@ class _Work:
     ) -> None:
         self._plan, self._name, self._at, self._store, self._processes = plan, name, number, store, processes
         self._observer, self._refused = observer, set[str]()
+        # Values that the cases of the latest batch share.
+        self._shared = dict[Any, Any]()
         if isinstance(model := plan.models[name], nn.Module):
             # The model is checked even if nothing is left to compute.
             self._require_same(model)
@@ -261,11 +247,10 @@ class _Work:
 
     def _precision(self, traced: Trace, batch: Mapping[int, Sample], results: Sequence[Attribution]) -> list[Part]:
         """Return the parts of the metric that chooses a layer, summed over the batch."""
-        terms = []
-        for case in self._cases(traced, batch, [[result] for result in results]):
-            if (measured := self._plan.chooser(case[0])) is None:
-                raise OptionError(f"select_by={self._plan.select_by!r} is not defined for its scores; name another.")
-            terms.append(measured.parts)
+        cases = [case for (case,) in self._cases(traced, batch, [[result] for result in results])]
+        terms = [measured.parts for measured in self._plan.chooser.of_cases(cases) if measured is not None]
+        if len(terms) < len(cases):
+            raise OptionError(f"select_by={self._plan.select_by!r} is not defined for its scores; name another.")
         return _summed(terms)
 
     def _rows(self, layers: Mapping[str, int], batch: Mapping[int, Sample]) -> list[Row]:
@@ -302,21 +287,35 @@ class _Work:
                 [self._one_layer(scorer, result, layers) for result in draws]
                 for draws in self._results(scorer, traced, batch, "data")
             ]
+        by_metric = self._measurements(scorer.label, batch, self._cases(traced, batch, results))
         rows: dict[int, list[Row]] = {}
-        for index, draws, cases in zip(batch, results, self._cases(traced, batch, results), strict=True):
+        for row, (index, draws) in enumerate(zip(batch, results, strict=True)):
             if plan.save_results and len(draws) == 1:
                 self._save(draws[0], index, scorer.label)
             name, scored = plan.name_of(index), draws[0].layers
             layer = scored[0] if len(scored) == 1 else "all" if scored else ""
             rows[index] = []
-            for label, measure in plan.metrics.items():
-                with self._located(f"sample {name}, {scorer.label}, {label}"):
-                    measured = [measurement for case in cases if (measurement := measure(case)) is not None]
-                if measured:
-                    row = {"model": self._name, "method": scorer.label, "layer": layer, "sample": name, "metric": label}
+            for label, measurements in by_metric.items():
+                if measured := [measurement for measurement in measurements[row] if measurement is not None]:
+                    of = {"model": self._name, "method": scorer.label, "layer": layer, "sample": name, "metric": label}
                     value = sum(m.value for m in measured) / len(measured)
-                    rows[index].append({**row, "value": value, PARTS: _summed([m.parts for m in measured])})
+                    rows[index].append({**of, "value": value, PARTS: _summed([m.parts for m in measured])})
         return rows
+
+    def _measurements(
+        self, method: str, batch: Mapping[int, Sample], cases: Sequence[Sequence[Case]]
+    ) -> dict[str, list[Sequence[Measurement | None]]]:
+        """Return, by metric, the measurements of each sample of a batch, one for each of its cases."""
+        names = [self._plan.name_of(index) for index in batch]
+        by_metric: dict[str, list[Sequence[Measurement | None]]] = {}
+        for label, metric in self._plan.metrics.items():
+            draws = [(names[0], of_draw) for of_draw in zip(*cases, strict=True)]
+            measured: list[Sequence[Measurement | None]] = []
+            for name, group in draws if metric.of_batch else zip(names, cases, strict=True):
+                with self._located(f"sample {name}, {method}, {label}"):
+                    measured.append(metric.of_cases(group))
+            by_metric[label] = list(zip(*measured, strict=True)) if metric.of_batch else measured
+        return by_metric
 
     def _save(self, result: Attribution, index: int, label: str) -> None:
         assert self._store.folder is not None
@@ -333,6 +332,7 @@ class _Work:
             traced = trace(self._host, joined, tokenizer=tokenizer, progress=False)
             if (size := traced.layers[-1].output.shape[0]) != len(batch):
                 raise InputError(f"a sample is one sequence or image; its inputs hold {size}.")
+        self._shared = {}
         return traced
 
     def _results(
@@ -366,6 +366,7 @@ class _Work:
                     result.select(layer=0) if "layer" in result.dims else result,
                     self._plan.seed_of("metric", index),
                     row,
+                    self._shared,
                 )
                 for result in draws
             ]
