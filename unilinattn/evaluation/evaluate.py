@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
@@ -18,7 +18,7 @@ from unilinattn.evaluation.measures import Measurement, Metric, Part
 from unilinattn.evaluation.observer import Observer
 from unilinattn.evaluation.plan import Entry, Model, Plan, batches, described
 from unilinattn.evaluation.processes import Processes
-from unilinattn.evaluation.readers import OnError, read_samples
+from unilinattn.evaluation.readers import OnError, samples_of
 from unilinattn.evaluation.samples import Sample
 from unilinattn.evaluation.scorers import BASELINES, Scorer
 from unilinattn.evaluation.store import Store
@@ -94,7 +94,7 @@ def evaluate(
     """
     if save_results and out is None:
         raise OptionError("save_results stores files; name their folder in `out`.")
-    read = partial(_read, models=models, tokenizer=tokenizer, processor=processor, on_error=on_error)
+    read = partial(samples_of, models=models, tokenizer=tokenizer, processor=processor, on_error=on_error)
     data, selection = read(data), None if selection is None else read(selection)
     plan = Plan.of(
         models,
@@ -136,20 +136,6 @@ def run(
     return table
 
 
-def _read(data: Any, *, models: Any, tokenizer: Any, processor: Any, on_error: OnError) -> Iterable[Sample]:
-    """Return samples: the given ones, or those of a file, a folder or a data set."""
-    if isinstance(data, Sequence) and not isinstance(data, str):
-        is_read = any(isinstance(entry, Mapping) for entry in data)
-    else:
-        is_table = hasattr(data, "__len__") and hasattr(data, "__getitem__") and not isinstance(data, Mapping)
-        is_read = isinstance(data, str | os.PathLike) or is_table
-    if not is_read:
-        return data
-    alone = next(iter(models.values())) if isinstance(models, Mapping) and len(models) == 1 else None
-    model = alone if processor is not None and isinstance(alone, nn.Module) else None
-    return read_samples(data, tokenizer, processor=processor, model=model, on_error=on_error)
-
-
 class _Work:
     """The samples of one model, in batches that are stored and spread over the processes."""
 
@@ -160,6 +146,7 @@ class _Work:
         self._observer, self._refused = observer, set[str]()
         # Values that the cases of the latest batch share.
         self._shared = dict[Any, Any]()
+        self._first: Trace | None = None
         if isinstance(model := plan.models[name], nn.Module):
             # The model is checked even if nothing is left to compute.
             self._require_same(model)
@@ -183,8 +170,7 @@ class _Work:
         plan = self._plan
         if plan.selection is None:
             return {}
-        composed: set[str] = set()
-        units = self._spread("selection", plan.selection, partial(self._precisions, composed))
+        units = self._spread("selection", plan.selection, partial(self._precisions, dict[str, bool]()))
         best = max if plan.chooser.larger_is_better else min
         layers = {}
         for scorer in plan.scorers:
@@ -220,30 +206,34 @@ class _Work:
         done = self._processes.spread(range(len(units)), lambda unit: self._store.read(key(unit)), run)
         return [done[unit] for unit in range(len(units))]
 
-    def _precisions(self, composed: set[str], batch: Mapping[int, Sample]) -> Choice:
-        """Return the metric that chooses a layer, for each layer; methods in `composed` are not run again."""
+    def _precisions(self, layered: dict[str, bool], batch: Mapping[int, Sample]) -> Choice:
+        """Return the metric that chooses a layer, for each layer; `layered` receives which methods keep layers."""
         plan = self._plan
         precisions: Choice = {}
-        first, sample = next(iter(batch.items()))
-        where = f"selection sample {sample.name or first}"
+        where = f"selection sample {next(iter(batch.values())).name or next(iter(batch))}"
         traced = self._trace(batch, where)
         for scorer in plan.scorers:
             precisions[scorer.label] = None
-            if scorer.label in composed or not scorer.reads_model:
-                continue
             with self._located(f"{where}, {scorer.label}"):
-                # The scores of one target have the same axes, and take a fraction of the time.
-                alone = {first: replace(sample, target=-1)}
-                layered = len(batch) == 1 or _has_layers(self._run(scorer, traced, "axes", alone)[0])
-                results = [draws[0] for draws in self._results(scorer, traced, batch, "selection")] if layered else []
-                if not results or not _has_layers(results[0]):
-                    composed.add(scorer.label)
+                if len(batch) > 1 and scorer.reads_model and scorer.label not in layered:
+                    layered[scorer.label] = self._keeps_layers(scorer, batch, where)
+                if not scorer.reads_model or not layered.get(scorer.label, True):
                     continue
-                precisions[scorer.label] = [
-                    self._precision(traced, batch, [result.select(layer=layer) for result in results])
-                    for layer in range(results[0].sizes["layer"])
-                ]
+                results = [draws[0] for draws in self._results(scorer, traced, batch, "selection")]
+                layered[scorer.label] = _has_layers(results[0])
+                if layered[scorer.label]:
+                    precisions[scorer.label] = [
+                        self._precision(traced, batch, [result.select(layer=layer) for result in results])
+                        for layer in range(results[0].sizes["layer"])
+                    ]
         return precisions
+
+    def _keeps_layers(self, scorer: Scorer, batch: Mapping[int, Sample], where: str) -> bool:
+        """Return whether a method keeps a layer axis, by its scores of one target of the first sample."""
+        first = {index: replace(sample, target=-1) for index, sample in [*batch.items()][:1]}
+        if self._first is None:
+            self._first = self._trace(first, where)
+        return _has_layers(self._run(scorer, self._first, "axes", first)[0])
 
     def _precision(self, traced: Trace, batch: Mapping[int, Sample], results: Sequence[Attribution]) -> list[Part]:
         """Return the parts of the metric that chooses a layer, summed over the batch."""
