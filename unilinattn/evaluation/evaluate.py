@@ -5,7 +5,6 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -34,6 +33,9 @@ Choice = dict[str, list[Any] | None]
 """Parts of the metric that chooses a layer, by method and layer; None for a method that keeps no layer axis."""
 
 Row = dict[str, Any]
+
+FEW_TOKENS = 4
+"""Tokens of a sample whose scores have the axes of all."""
 
 
 def evaluate(
@@ -146,7 +148,7 @@ class _Work:
         self._observer, self._refused = observer, set[str]()
         # Values that the cases of the latest batch share.
         self._shared = dict[Any, Any]()
-        self._first: Trace | None = None
+        self._few: Trace | None = None
         if isinstance(model := plan.models[name], nn.Module):
             # The model is checked even if nothing is left to compute.
             self._require_same(model)
@@ -229,11 +231,12 @@ class _Work:
         return precisions
 
     def _keeps_layers(self, scorer: Scorer, batch: Mapping[int, Sample], where: str) -> bool:
-        """Return whether a method keeps a layer axis, by its scores of one target of the first sample."""
-        first = {index: replace(sample, target=-1) for index, sample in [*batch.items()][:1]}
-        if self._first is None:
-            self._first = self._trace(first, where)
-        return _has_layers(self._run(scorer, self._first, "axes", first)[0])
+        """Return whether a method keeps a layer axis, by its scores of a few tokens of the first sample."""
+        index, sample = next(iter(batch.items()))
+        few = {index: Sample(inputs=sample.inputs[:, :FEW_TOKENS], target=-1)}
+        if self._few is None:
+            self._few = self._trace(few, where)
+        return _has_layers(self._run(scorer, self._few, "axes", few)[0])
 
     def _precision(self, traced: Trace, batch: Mapping[int, Sample], results: Sequence[Attribution]) -> list[Part]:
         """Return the parts of the metric that chooses a layer, summed over the batch."""
