@@ -47,6 +47,7 @@ from evidence.vision_tables import (
 )
 from unilinattn.analysis import ClsBias, cls_bias, oversmoothing
 from unilinattn.evaluation import Table
+from unilinattn.evaluation.masking import Masking
 from unilinattn.evaluation.processes import Processes
 from unilinattn.evaluation.store import Store
 
@@ -59,15 +60,15 @@ HELD_OUT = 1024
 SEEDS_OF_IMAGES = 1000
 """Distance of the seeds of the images of two seeds of models."""
 
-CHANGES = {
+CHANGES: Mapping[str, tuple[Masking, str]] = {
     f"{kind} {label}": (masking, kind) for label, masking in MASKINGS.items() for kind in ("positive", "negative")
 }
 """The masking and the curve of each metric of perturbation."""
 
-BLACK = {metric: of for metric, of in CHANGES.items() if metric.endswith("black")}
+BLACK: Mapping[str, tuple[Masking, str]] = {metric: of for metric, of in CHANGES.items() if metric.endswith("black")}
 """The metrics of the paper."""
 
-CURVES = {"auac": ("zero", "activation"), "au_mse": ("zero", "pruning")}
+CURVES: Mapping[str, tuple[Masking, str]] = {"auac": ("zero", "activation"), "au_mse": ("zero", "pruning")}
 """The masking and the curve of each metric of activation and pruning."""
 
 

@@ -14,6 +14,7 @@ import unilinattn as ula
 from evidence.digits import GRID, PATCH, SIDE
 from evidence.rows import number
 from unilinattn.evaluation import PerturbationTest, Sample, segmentation_scores
+from unilinattn.evaluation.masking import Masking
 from unilinattn.evaluation.segmentation import foreground_of, overlaps
 from unilinattn.evaluation.table import PARTS
 from unilinattn.host.substitution import through_operators
@@ -166,32 +167,35 @@ def background_rows(model: str, images: Images) -> list[Row]:
     return rows
 
 
+# Several tables remove the same patches.
+@lru_cache(maxsize=4)
+def untested(host: nn.Module, images: Images, masking: Masking) -> PerturbationTest:
+    """Return the perturbation test of images whose patches have equal scores."""
+    references = [sample.reference for sample in images.samples if sample.reference is not None]
+    return PerturbationTest(
+        host,
+        images.pixels,
+        torch.zeros(len(images.samples), *GRID),
+        masking=masking,
+        reference=torch.cat(references) if masking == "reference" else None,
+        labels=torch.tensor([sample.label for sample in images.samples]),
+    )
+
+
 def change_rows(
-    model: str, host: nn.Module, images: Images, maps: Maps, curves: Mapping[str, tuple[str, str]]
+    model: str, host: nn.Module, images: Images, maps: Maps, curves: Mapping[str, tuple[Masking, str]]
 ) -> list[Row]:
     """Return the areas of perturbation curves of each map and image.
 
     `curves`: by metric the masking and the curve of `PerturbationTest`.
     """
-    references = [sample.reference for sample in images.samples if sample.reference is not None]
-    labels = torch.tensor([sample.label for sample in images.samples])
     rows: list[Row] = []
-    tests: dict[str, PerturbationTest] = {}
     for label, scores in maps.items():
         relevance = scores.view(-1, *GRID)
         for masking in dict.fromkeys(masking for masking, _ in curves.values()):
             # The operators compute what the host's loop over tokens does, in half of its time.
             with through_operators(host):
-                if masking not in tests:
-                    tests[masking] = PerturbationTest(
-                        host,
-                        images.pixels,
-                        relevance,
-                        masking=masking,  # type: ignore[arg-type]
-                        reference=torch.cat(references) if masking == "reference" else None,
-                        labels=labels,
-                    )
-                test = tests[masking].of_scores(relevance)
+                test = untested(host, images, masking).of_scores(relevance)
                 for metric, (of_masking, name) in curves.items():
                     if of_masking == masking:
                         areas = _areas(getattr(test, name)).tolist()

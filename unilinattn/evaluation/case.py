@@ -194,7 +194,7 @@ def perturbation_test(
 ) -> PerturbationTest:
     """Return the perturbation test of the scores of cases that are `joined`.
 
-    The tests of several methods on one batch share the runs that no score changes.
+    The tests of several methods on one batch share the runs with equal removals.
     """
     relevance = torch.cat([case.units for case in cases])
     valid = None if cases[0].sample.grid is not None else torch.stack([case.valid for case in cases])

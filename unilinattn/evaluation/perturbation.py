@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
+from hashlib import sha256
 from itertools import pairwise
 from typing import Any
 
@@ -30,7 +31,7 @@ ERASER_FRACTIONS = (0.01, 0.05, 0.1, 0.2, 0.5)
 """Fractions of tokens that comprehensiveness and sufficiency are averaged over (ERASER 4.2)."""
 
 MOST_LOGITS = 1 << 24
-"""Largest number of logits of a batch of fractions: 64 MiB in float32."""
+"""Largest number of logits of a batch of fractions, 64 MiB in float32, and of the runs that a test remembers."""
 
 AT_ONCE = 64
 """Most inputs in one run of several removals."""
@@ -120,13 +121,13 @@ class PerturbationTest:
         self._valid = _valid_units(valid, self._relevance, self._real)
         self.logits = self._run(arguments)
         nothing = torch.zeros_like(self._valid)
-        self._ends = {} if self._removal.name == EMBEDS else {_key(nothing): self.logits}
+        self._known = {} if self._removal.name == EMBEDS else {_key(nothing): self.logits}
         if self._removal.name == EMBEDS and not model.training:
             self._require_same(*self._runs([nothing]))
         self.labels = self.logits.argmax(-1) if labels is None else _labels(labels, self.logits)
 
     def of_scores(self, relevance: Float[Tensor, "batch *unit"]) -> "PerturbationTest":
-        """Return the test of other scores of the same units, which shares the runs that no score changes.
+        """Return the test of other scores of the same units, which shares the runs with equal removals.
 
         Raises `InputError` for scores of another shape, and for NaN at valid units.
         """
@@ -223,15 +224,16 @@ class PerturbationTest:
         return torch.stack([measure(logits) for logits in self._runs(removed)], -1)
 
     def _runs(self, removed: Sequence[Bool[Tensor, "batch *unit"]]) -> list[Float[Tensor, "batch class"]]:
-        """Return the logits after each removal; equal ones run once, and those of no unit and of all once a test."""
+        """Return the logits after each removal; equal removals run once, also those of the test's other scores."""
         keys = [_key(mask) for mask in removed]
-        masks = {key: mask for key, mask in zip(keys, removed, strict=True) if key not in self._ends}
+        masks = {key: mask for key, mask in zip(keys, removed, strict=True) if key not in self._known}
         distinct = list(masks.values())
         runs = [logits for some in parts(len(distinct), self._at_once()) for logits in self._joined(distinct[some])]
-        logits = self._ends | dict(zip(masks, runs, strict=True))
-        ends = map(_key, (torch.zeros_like(self._valid), self._valid))
-        self._ends.update({end: logits[end] for end in ends if end in logits})
-        return [logits[key] for key in keys]
+        new = dict(zip(masks, runs, strict=True))
+        results = [new[key] if key in new else self._known[key] for key in keys]
+        if (len(self._known) + len(new)) * self.logits.numel() <= MOST_LOGITS:
+            self._known.update(new)
+        return results
 
     def _at_once(self) -> int:
         """Return the number of removals whose inputs run together."""
@@ -309,7 +311,7 @@ class PerturbationTest:
 
 
 def _key(removed: Bool[Tensor, "batch *unit"]) -> bytes:
-    return removed.cpu().numpy().tobytes()
+    return sha256(removed.cpu().numpy().tobytes()).digest()
 
 
 def _padding_token(model: nn.Module) -> int | None:
