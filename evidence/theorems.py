@@ -128,8 +128,8 @@ def softmax_head(bits: Tensor, counts: Tensor) -> Tensor:
     centred = counts - counts.mean()
     # Sums over tokens of one kind depend on one of the two logits.
     of_ones, of_zeros = (
-        torch.stack([(part * factor).sum((1, 2)) for factor in (torch.ones_like(shares), shares, centred)])
-        for part in (shares * bits, shares * (1 - bits))
+        torch.stack([(masked * factor).sum((1, 2)) for factor in (torch.ones_like(shares), shares, centred)])
+        for masked in (shares * bits, shares * (1 - bits))
     )
     total_share, square, product = of_ones[:, :, None] + of_zeros[:, None]
     variance = square - total_share**2 / bits.numel()

@@ -44,7 +44,7 @@ def test_the_perturbed_inputs_of_a_batch_run_together() -> None:
             runs[0] = 0
             tables.append(ula.evaluate({"m": model}, samples, ["logit", "input_x_gradient"], metrics, batch_size=size))
             counts.append(runs[0])
-        alone, together = ({(r["method"], r["sample"], r["metric"]): r["value"] for r in table} for table in tables)
-        assert alone == pytest.approx(together, abs=1e-9)
-        assert len(set(alone.values())) > len(alone) / 2
+        single, joint = ({(r["method"], r["sample"], r["metric"]): r["value"] for r in table} for table in tables)
+        assert single == pytest.approx(joint, abs=1e-9)
+        assert len(set(single.values())) > len(single) / 2
     assert counts[1] < 0.7 * counts[0] and counts[3] < 0.7 * counts[2]

@@ -282,17 +282,17 @@ class _Work:
             ]
         by_metric = self._measurements(scorer.label, batch, self._cases(traced, batch, results))
         rows: dict[int, list[Row]] = {}
-        for row, (index, draws) in enumerate(zip(batch, results, strict=True)):
+        for number, (index, draws) in enumerate(zip(batch, results, strict=True)):
             if plan.save_results and len(draws) == 1:
                 self._save(draws[0], index, scorer.label)
             name, scored = plan.name_of(index), draws[0].layers
             layer = scored[0] if len(scored) == 1 else "all" if scored else ""
             rows[index] = []
             for label, measurements in by_metric.items():
-                if measured := [measurement for measurement in measurements[row] if measurement is not None]:
-                    of = {"model": self._name, "method": scorer.label, "layer": layer, "sample": name, "metric": label}
+                if measured := [measurement for measurement in measurements[number] if measurement is not None]:
+                    row = {"model": self._name, "method": scorer.label, "layer": layer, "sample": name, "metric": label}
                     value = sum(m.value for m in measured) / len(measured)
-                    rows[index].append({**of, "value": value, PARTS: _summed([m.parts for m in measured])})
+                    rows[index].append({**row, "value": value, PARTS: _summed([m.parts for m in measured])})
         return rows
 
     def _measurements(

@@ -121,7 +121,7 @@ class PerturbationTest:
         self._valid = _valid_units(valid, self._relevance, self._real)
         self.logits = self._run(arguments)
         nothing = torch.zeros_like(self._valid)
-        self._known = {} if self._removal.name == EMBEDS else {_key(nothing): self.logits}
+        self._remembered = {} if self._removal.name == EMBEDS else {_key(nothing): self.logits}
         if self._removal.name == EMBEDS and not model.training:
             self._require_same(*self._runs([nothing]))
         self.labels = self.logits.argmax(-1) if labels is None else _labels(labels, self.logits)
@@ -226,13 +226,13 @@ class PerturbationTest:
     def _runs(self, removed: Sequence[Bool[Tensor, "batch *unit"]]) -> list[Float[Tensor, "batch class"]]:
         """Return the logits after each removal; equal removals run once, also those of the test's other scores."""
         keys = [_key(mask) for mask in removed]
-        masks = {key: mask for key, mask in zip(keys, removed, strict=True) if key not in self._known}
+        masks = {key: mask for key, mask in zip(keys, removed, strict=True) if key not in self._remembered}
         distinct = list(masks.values())
         runs = [logits for some in parts(len(distinct), self._at_once()) for logits in self._joined(distinct[some])]
         new = dict(zip(masks, runs, strict=True))
-        results = [new[key] if key in new else self._known[key] for key in keys]
-        if (len(self._known) + len(new)) * self.logits.numel() <= MOST_LOGITS:
-            self._known.update(new)
+        results = [new[key] if key in new else self._remembered[key] for key in keys]
+        if (len(self._remembered) + len(new)) * self.logits.numel() <= MOST_LOGITS:
+            self._remembered.update(new)
         return results
 
     def _at_once(self) -> int:
