@@ -248,19 +248,23 @@ def deletion(case: Case, masking: str) -> Float[Tensor, "order fraction"]:
     assert label is not None
     random = masking == "reference"
     draws = DRAWS if random else 1
-    generator = torch.Generator().manual_seed(DRAWS_SEED + int(case.sample.name))
-    reference = torch.randint(1, VOCABULARY, (draws, ids.shape[1]), generator=generator)
     count = len(ORDERS) * draws
-    test = PerturbationTest(
-        case.model,
-        ids.expand(count, -1),
-        torch.stack([sign * scores for sign in (1, -1) for _ in range(draws)]),
-        masking="reference" if random else "mean",
-        reference=reference.repeat(len(ORDERS), 1) if random else None,
-        labels=torch.full((count,), label),
-        valid=case.valid.expand(count, -1),
-        seed=case.seed,
-    )
+    relevance = torch.stack([sign * scores for sign in (1, -1) for _ in range(draws)])
+    # The runs of the unchanged prompt are the same for every method.
+    if (key := (deletion, masking)) not in case.shared:
+        generator = torch.Generator().manual_seed(DRAWS_SEED + int(case.sample.name))
+        reference = torch.randint(1, VOCABULARY, (draws, ids.shape[1]), generator=generator)
+        case.shared[key] = PerturbationTest(
+            case.model,
+            ids.expand(count, -1),
+            relevance,
+            masking="reference" if random else "mean",
+            reference=reference.repeat(len(ORDERS), 1) if random else None,
+            labels=torch.full((count,), label),
+            valid=case.valid.expand(count, -1),
+            seed=case.seed,
+        )
+    test: PerturbationTest = case.shared[key].of_scores(relevance)
     before = test.logits.log_softmax(-1).gather(-1, test.labels[:, None])
     falls = before - test.deletion(FRACTIONS).values.log()
     return falls.view(len(ORDERS), draws, len(FRACTIONS)).mean(1)

@@ -1,7 +1,7 @@
 """Copying: repeat a source after a separator (LaTIM 4.1, Table 2)."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -25,6 +25,7 @@ from evidence.baselines import (
 from evidence.claims import HERE, Claim, Results
 from evidence.comparisons import better, within
 from evidence.pictures import figure
+from evidence.remembered import remembered
 from evidence.study import BATCH, Model, Size, Study, View
 from evidence.training import HELD_OUT_SEED, SELECTION_SEED, Recipe, scored_seed, selection_seed
 from unilinattn.evaluation import Sample, Table
@@ -167,8 +168,10 @@ keys that hold the predicted token. Methods explain the prediction, also that of
         """Score one random copied token of each sequence against its answer, and against the three diagonals."""
         methods: Mapping[str, Any] = {**BY_LAYER, **END_TO_END}
         tables = {}
-        of_paper = {name: methods[name] for name in ("lrp", *TABLE_2)}
-        for gold, models, names in (("answer", hosts, methods), ("diagonals", {"mamba2": hosts["mamba2"]}, of_paper)):
+        # The two patterns are those of the same sequences and scores.
+        rows, loads = remembered(methods, {}), {name: cache(load) for name, load in hosts.items()}
+        of_paper = {name: rows[name] for name in ("lrp", *TABLE_2)}
+        for gold, models, names in (("answer", loads, rows), ("diagonals", {"mamba2": loads["mamba2"]}, of_paper)):
             tables[gold] = ula.evaluate(
                 models,
                 samples(size.scored, scored_seed(seed), gold),

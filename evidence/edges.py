@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
@@ -22,7 +22,8 @@ from evidence.tasks import METHODS as COMMON
 from evidence.tasks import TASKS, UNIT, hosts_by_task, sizes_text
 from evidence.training import scored_seed, selection_seed
 from unilinattn.evaluation import Sample, Table
-from unilinattn.evaluation.measures import Case, function_metric
+from unilinattn.evaluation.case import Case
+from unilinattn.evaluation.measures import Measurement, Metric
 from unilinattn.evaluation.processes import Processes
 from unilinattn.operator.edges import Edges, Groups
 from unilinattn.operator.operator import MixerOperator
@@ -41,9 +42,6 @@ TOKENS = (1, 4)
 EDGES = (4, 16)
 """Numbers of single edges that are cut, each in its layer."""
 
-RUNS = 64
-"""Number of runs of a model whose results are kept."""
-
 
 @dataclass(frozen=True, eq=False)
 class Masked(Edges):
@@ -60,37 +58,65 @@ class Masked(Edges):
 
 
 @torch.no_grad()
+def logits_without(
+    trace: Trace,
+    sequences: Int[Tensor, " run"],
+    positions: Int[Tensor, " batch"],
+    cuts: Bool[Tensor, "run layer query key"],
+) -> Float[Tensor, "run class"]:
+    """Return the logits at the position of each traced sequence, in runs of some sequences without edges of layers."""
+    without = [Cut(Masked(edges), layers=[layer]) for layer, edges in enumerate(cuts.unbind(1)) if edges.any()]
+    return rerun(trace, sequences, without, positions=positions).logits(positions[sequences])[:, 0]
+
+
 def falls(
     trace: Trace, sequence: int, position: int, cuts: Bool[Tensor, "run layer query key"]
 ) -> Float[Tensor, " run"]:
     """Return the predicted logit at a position of a traced sequence, less that of runs without some edges of layers."""
-    cuts = torch.cat([torch.zeros_like(cuts[:1]), cuts])
-    without = [Cut(Masked(edges), layers=[layer]) for layer, edges in enumerate(cuts.unbind(1)) if edges.any()]
     sequences = torch.full((len(cuts),), sequence)
     positions = torch.full((trace.layers[-1].output.shape[0],), position)
-    logits = rerun(trace, sequences, without, positions=positions).logits(positions[sequences])[:, 0]
-    predicted = logits[:, logits[0].argmax()]
-    return predicted[0] - predicted[1:]
+    whole = logits_without(trace, sequences[:1], positions, torch.zeros_like(cuts[:1]))[0]
+    return whole.max() - logits_without(trace, sequences, positions, cuts)[:, whole.argmax()]
 
 
-def token_fall(case: Case, count: int) -> float:
-    """Return the fall of the predicted logit when the edges of the `count` highest keys to other tokens are cut."""
-    assert case.position is not None
-    order = torch.where(case.valid, case.scores.double(), -torch.inf).topk(max(TOKENS)).indices.tolist()
-    keys = tuple(tuple(sorted(order[:most])) for most in TOKENS)
-    return float(_token_falls(case.trace, case.row, case.position, keys)[TOKENS.index(count)])
+def token_falls(cases: Sequence[Case], count: int) -> list[Measurement]:
+    """Measure the fall of the predicted logit when the edges of the `count` highest keys to other tokens are cut."""
+    pairs = zip(_without(cases, 0), _without(cases, count), strict=True)
+    return [Measurement.mean(float(whole.max() - without[whole.argmax()])) for whole, without in pairs]
 
 
-# Many methods choose the same tokens.
-@lru_cache(maxsize=RUNS)
-def _token_falls(
-    trace: Trace, sequence: int, position: int, keys: tuple[tuple[int, ...], ...]
-) -> Float[Tensor, " run"]:
-    length = trace.layers[-1].output.shape[1]
-    cuts = torch.zeros(len(keys), len(trace.layers), length, length, dtype=torch.bool)
-    for run, tokens in zip(cuts, keys, strict=True):
-        run[:, :, list(tokens)] = True
-    return falls(trace, sequence, position, cuts & torch.ones(length, length, dtype=torch.bool).tril(-1))
+def _without(cases: Sequence[Case], count: int) -> list[Float[Tensor, " class"]]:
+    """Return the logits at the target of each case without the edges of its `count` highest keys to other tokens."""
+    # Many methods choose the same tokens.
+    logits: dict[tuple[int, ...], Tensor] = cases[0].shared.setdefault(logits_without, {})
+    highest = [(case.row, *_highest(case)[:count]) for case in cases]
+    keys = {key: case for key, case in zip(map(_sorted, highest), cases, strict=True) if key not in logits}
+    if keys:
+        trace = cases[0].trace
+        batch, length = trace.layers[-1].output.shape[:2]
+        rows, positions = torch.tensor([row for row, *_ in keys]), torch.zeros(batch, dtype=torch.long)
+        for case in keys.values():
+            assert case.position is not None
+            positions[case.row] = case.position
+        cuts = torch.zeros(len(keys), len(trace.layers), length, length, dtype=torch.bool)
+        for run, (_, *tokens) in zip(cuts, keys, strict=True):
+            run[:, :, tokens] = True
+        cuts &= torch.ones(length, length, dtype=torch.bool).tril(-1)
+        logits.update(zip(keys, logits_without(trace, rows, positions, cuts), strict=True))
+    return [logits[key] for key in map(_sorted, highest)]
+
+
+def _highest(case: Case) -> list[int]:
+    order = torch.where(case.valid, case.scores.double(), -torch.inf)
+    return order.topk(max(TOKENS)).indices.tolist()
+
+
+def _sorted(key: tuple[int, ...]) -> tuple[int, ...]:
+    row, *tokens = key
+    return (row, *sorted(tokens))
+
+
+METRICS = {f"{k} cut": Metric("fall", partial(token_falls, count=k), of_batch=True) for k in TOKENS}
 
 
 def edge_scores(trace: Trace, target: int) -> dict[str, Float[Tensor, "layer query key"]]:
@@ -126,16 +152,21 @@ def _single_edges(models: Mapping[str, Callable[[], nn.Module]], samples: Sequen
 
     def run(keys: Sequence[tuple[str, int]]) -> dict[tuple[str, int], list[dict[str, Any]]]:
         rows: dict[tuple[str, int], list[dict[str, Any]]] = {}
+        hosts = {model: models[model]() for model in dict(keys)}
         for model, at in keys:
-            host, sample = models[model](), samples[at]
+            sample = samples[at]
             assert sample.target is not None
-            trace = ula.trace(host, sample.inputs, progress=False)
+            trace = ula.trace(hosts[model], sample.inputs, progress=False)
             by_method = edge_scores(trace, sample.target)
-            names = [(method, k) for method in by_method for k in EDGES]
-            cuts = torch.stack([highest_edges(by_method[method], sample.target, k) for method, k in names])
+            by_count = {}
+            for k in EDGES:
+                # A run takes a pass of an operator for each key of the sequence with most of them.
+                cuts = torch.stack([highest_edges(scores, sample.target, k) for scores in by_method.values()])
+                by_count[k] = dict(zip(by_method, falls(trace, 0, sample.target, cuts).tolist(), strict=True))
             rows[model, at] = [
-                number(method, f"{k} cut", fall, model=model, sample=str(at))
-                for (method, k), fall in zip(names, falls(trace, 0, sample.target, cuts).tolist(), strict=True)
+                number(method, f"{k} cut", by_count[k][method], model=model, sample=str(at))
+                for method in by_method
+                for k in EDGES
             ]
         return rows
 
@@ -201,7 +232,10 @@ in the logit. Numbers are falls of the logit, averaged over sequences.
                 models,
                 samples,
                 METHODS,
-                {"ap": "ap", **{f"{k} cut": function_metric(partial(token_fall, count=k)) for k in TOKENS}},
+                {
+                    "ap": "ap",
+                    **{f"{k} cut": Metric("fall", partial(token_falls, count=k), of_batch=True) for k in TOKENS},
+                },
                 selection=task.samples(size.selection, selection_seed(seed)),
                 select_by="ap",
                 out=out / name,

@@ -17,7 +17,7 @@ from evidence.claims import HERE, Claim, Results
 from evidence.comparisons import Comparison, Relation, better, bounded, within
 from evidence.conv_ssm import ConvSSMForCausalLM
 from evidence.convergence import CONVERGED, RULE
-from evidence.mechanism import VOCABULARY, constructed, mechanism
+from evidence.mechanism import VOCABULARY, constructed, last_answers, mechanism
 from evidence.pictures import COLOURS, figure
 from evidence.rows import number, proportion
 from evidence.study import BATCH, Model, Size, Study, View
@@ -118,12 +118,6 @@ def _models() -> dict[str, Model]:
             recipe = Recipe(steps=700, learning_rate=5e-3, weight_decay=0.01, through_operators=True)
             models[name + ending] = Model(partial(_mamba, blocks), recipe)
     return models
-
-
-@torch.no_grad()
-def last_answers(host: nn.Module, batch: TaskBatch) -> Tensor:
-    """Return whether the answer at the last position is right, for each sequence, as in Induction 3.1."""
-    return host(batch.input_ids).logits[:, -1].argmax(-1) == batch.labels[:, -1]
 
 
 class InductionStudy(Study):

@@ -1,6 +1,7 @@
 """Activation and pruning on sequences: add or remove tokens in the order of their scores (HMA ACL 4.3, Table 3)."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,10 @@ from evidence.tasks import METHODS as COMMON
 from evidence.tasks import TASKS, UNIT, hosts_by_task, labelled, sizes_text
 from evidence.training import scored_seed, selection_seed
 from unilinattn.evaluation import Sample, Table
+from unilinattn.evaluation.case import Case
+from unilinattn.evaluation.measures import Metric, metric
 from unilinattn.evaluation.perturbation import TENTHS
+from unilinattn.host.substitution import through_operators
 from unilinattn.tracing.trace import Trace
 
 if TYPE_CHECKING:
@@ -26,7 +30,19 @@ if TYPE_CHECKING:
 
 METHODS: Mapping[str, Any] = {**COMMON, "attention grad": "attention_grad"}
 
-METRICS = {"AUAC": ("activation_auac", {"masking": "mean"}), "AU-MSE": ("pruning_au_mse", {"masking": "mean"})}
+
+def through(name: str) -> Metric:
+    """Return a metric that runs a model through its operators: they compute what slow loops of the hosts do."""
+    changed = metric(name, {"masking": "mean"})
+
+    def measure(cases: Sequence[Case], **options: Any) -> Any:
+        with through_operators(cases[0].model):
+            return changed.measure(cases, **options)
+
+    return replace(changed, measure=measure)
+
+
+METRICS = {"AUAC": through("activation_auac"), "AU-MSE": through("pruning_au_mse")}
 
 
 def gold(trace: Trace, sample: Sample) -> Tensor:

@@ -27,6 +27,7 @@ from evidence.drawing import RIGHT, WRONG, draw_strips
 from evidence.hosts import builder
 from evidence.pictures import figure
 from evidence.questions import KEY, NAMES, PAIRS, PASSKEY_LENGTHS, VOCABULARY, Questions, frequent_words, passkeys
+from evidence.remembered import remembered
 from evidence.retrieval_claims import (
     BASELINES,
     CONTROLLED,
@@ -238,13 +239,15 @@ agrees with them.
                         OF_ERRORS,
                     ),
                 }
+                # Layers are chosen on the same answers for both groups.
+                explained = remembered(methods, {})
                 for name, (samples, measured) in groups.items():
                     rows["counts"].append(number(name, "explained", min(len(samples), size.scored), model=model))
                     if samples:
                         rows[name] += ula.evaluate(
                             {model: host},
                             samples[: size.scored],
-                            {**SAME_TOKEN_ROW, **methods},
+                            {**SAME_TOKEN_ROW, **explained},
                             measured,
                             out=out / f"{name}-{model}",
                             **settings,

@@ -123,14 +123,19 @@ def softmax_head(bits: Tensor, counts: Tensor) -> Tensor:
     v and c are least squares.
     """
     ones, total = bits.cumsum(1), torch.arange(1, BITS + 1).to(bits)
-    grid = torch.linspace(-20, 20, 161, dtype=torch.float64).exp()
-
-    def shares(weight: Tensor) -> Tensor:
-        return weight * ones / (weight * ones + total - ones)
-
-    candidates = ((shares(a), shares(b)) for a in grid for b in grid)
-    fits = (_line(torch.where(bits == 1, high, low), counts) for high, low in candidates)
-    return min(fits, key=lambda fit: float((fit - counts).square().sum()))
+    weight = torch.linspace(-20, 20, 161, dtype=torch.float64).exp()[:, None, None]
+    shares = weight * ones / (weight * ones + total - ones)
+    centred = counts - counts.mean()
+    # Sums over tokens of one kind depend on one of the two logits.
+    of_ones, of_zeros = (
+        torch.stack([(masked * factor).sum((1, 2)) for factor in (torch.ones_like(shares), shares, centred)])
+        for masked in (shares * bits, shares * (1 - bits))
+    )
+    total_share, square, product = of_ones[:, :, None] + of_zeros[:, None]
+    variance = square - total_share**2 / bits.numel()
+    explained = torch.where(variance > 0, product**2 / variance, 0.0)
+    high, low = divmod(int(explained.argmax()), len(shares))
+    return _line(torch.where(bits == 1, shares[high], shares[low]), counts)
 
 
 def linear_head(bits: Tensor, counts: Tensor) -> Tensor:
@@ -141,14 +146,21 @@ def linear_head(bits: Tensor, counts: Tensor) -> Tensor:
     """
     fit = import_extra("scipy.optimize", "evidence").least_squares
     x, ones, goal = bits.numpy(), bits.cumsum(1).numpy(), counts.numpy()
-    at = np.arange(1, BITS + 1)[None]
+    at = np.broadcast_to(np.arange(1, BITS + 1), x.shape)
+    # Tokens with equal features have equal outputs, so their mean goal counts as often as there are such tokens.
+    tokens = np.stack([x.ravel(), ones.ravel(), at.ravel()], 1)
+    distinct, kinds, frequency = np.unique(tokens, axis=0, return_inverse=True, return_counts=True)
+    goals = np.bincount(kinds.ravel(), goal.ravel()) / frequency
 
-    def output(w: np.ndarray) -> np.ndarray:
+    def output(w: np.ndarray, x: np.ndarray, ones: np.ndarray, at: np.ndarray) -> np.ndarray:
         return (w[0] * x + w[1]) * (w[2] * ones + w[3] * at) + w[4]
 
+    def residuals(w: np.ndarray) -> np.ndarray:
+        return np.sqrt(frequency) * (output(w, *distinct.T) - goals)
+
     random = np.random.default_rng(0)
-    found = [fit(lambda w: (output(w) - goal).ravel(), random.normal(size=5)) for _ in range(32)]
-    return torch.from_numpy(output(min(found, key=lambda one: one.cost).x))
+    fits = [fit(residuals, random.normal(size=5)) for _ in range(32)]
+    return torch.from_numpy(output(min(fits, key=lambda one: one.cost).x, x, ones, at))
 
 
 def _line(feature: Tensor, counts: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
+from functools import cache, lru_cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-import unilinattn as ula
 from evidence.claims import Claim, Results
 from evidence.digits import DIM, GRID, digits, samples
 from evidence.rows import number
@@ -28,6 +27,7 @@ from evidence.vision_maps import (
     mask_rows,
     method_maps,
     of_others,
+    traced,
 )
 from evidence.vision_models import controls, logits, patches_of, vision_mamba, vision_transformer
 from evidence.vision_picture import picture
@@ -47,6 +47,7 @@ from evidence.vision_tables import (
 )
 from unilinattn.analysis import ClsBias, cls_bias, oversmoothing
 from unilinattn.evaluation import Table
+from unilinattn.evaluation.masking import Masking
 from unilinattn.evaluation.processes import Processes
 from unilinattn.evaluation.store import Store
 
@@ -59,15 +60,15 @@ HELD_OUT = 1024
 SEEDS_OF_IMAGES = 1000
 """Distance of the seeds of the images of two seeds of models."""
 
-CHANGES = {
+CHANGES: Mapping[str, tuple[Masking, str]] = {
     f"{kind} {label}": (masking, kind) for label, masking in MASKINGS.items() for kind in ("positive", "negative")
 }
 """The masking and the curve of each metric of perturbation."""
 
-BLACK = {metric: of for metric, of in CHANGES.items() if metric.endswith("black")}
+BLACK: Mapping[str, tuple[Masking, str]] = {metric: of for metric, of in CHANGES.items() if metric.endswith("black")}
 """The metrics of the paper."""
 
-CURVES = {"auac": ("zero", "activation"), "au_mse": ("zero", "pruning")}
+CURVES: Mapping[str, tuple[Masking, str]] = {"auac": ("zero", "activation"), "au_mse": ("zero", "pruning")}
 """The masking and the curve of each metric of activation and pruning."""
 
 
@@ -138,9 +139,11 @@ printed equations in ways that [the pages](methods/attribution.md#the-released-c
         The parts of the work are spread over the processes, and stored in `out`.
         """
         parts = (self._masks, self._changes, self._curves, self._ablations, self._controls)
+        # Maps of one model and its images are computed once.
         work = {
-            f"{model}{part.__name__}": partial(part, model, load, seed, size)
+            f"{model}{part.__name__}": partial(part, model, load if part == self._controls else cached, seed, size)
             for model, load in hosts.items()
+            for cached in (cache(load),)
             for part in (parts[:1] if model == "vim_first" else parts)
         }
         store = Store(out, configuration(size, seed))
@@ -230,6 +233,7 @@ def configuration(size: Size, seed: int) -> dict[str, Any]:
     return {"size": asdict(size), "seed": seed, "methods": methods, "curves": [CHANGES, CURVES], "versions": versions}
 
 
+@lru_cache(maxsize=4)
 def drawn(model: str, seed: int, size: Size) -> tuple[Images, Images]:
     """Return the scored images of a seed, and those on which its layers are chosen; no model is trained on them."""
     first, patches = HELD_OUT_SEED + SEEDS_OF_IMAGES * (1 + seed), patches_of(model)
@@ -239,13 +243,12 @@ def drawn(model: str, seed: int, size: Size) -> tuple[Images, Images]:
 
 def bias(host: nn.Module, images: Images) -> ClsBias:
     """Return the mean attention of the CLS token over images."""
-    return cls_bias([ula.trace(host, images.pixels, progress=False)], cls=images.cls, grid=GRID)
+    return cls_bias([traced(host, images)], cls=images.cls, grid=GRID)
 
 
 def smoothing_rows(model: str, host: nn.Module, images: Images) -> list[Row]:
     """Return the mean cosine similarity of two patches of an image, after each layer (HMA arXiv Eq. 24)."""
-    trace = ula.trace(host, images.pixels, progress=False)
-    (similarity,) = oversmoothing(trace, exclude=[images.cls]).similarity.values()
+    (similarity,) = oversmoothing(traced(host, images), exclude=[images.cls]).similarity.values()
     return [
         number(f"layer {depth}" if depth else "embedding", "cosine", value, model=model, sample=sample.name)
         for depth, values in enumerate(similarity.tolist())

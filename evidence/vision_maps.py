@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import unilinattn as ula
 from evidence.digits import GRID, PATCH, SIDE
 from evidence.rows import number
 from unilinattn.evaluation import PerturbationTest, Sample, segmentation_scores
+from unilinattn.evaluation.masking import Masking
 from unilinattn.evaluation.segmentation import foreground_of, overlaps
 from unilinattn.evaluation.table import PARTS
 from unilinattn.host.substitution import through_operators
@@ -28,9 +30,9 @@ Maps = Mapping[str, Float[Tensor, "image patch"]]
 Row = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Explained:
-    """A method with options."""
+    """A method with options, which is equal to no other."""
 
     method: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -40,9 +42,9 @@ class Explained:
         return ula.explain(trace, method=self.method, target=target, progress=False, **self.options)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Images:
-    """Images with their masks, whose maps are computed in one batch."""
+    """Images with their masks, whose maps are computed in one batch; equal to no others."""
 
     samples: Sequence[Sample]
 
@@ -71,9 +73,17 @@ class Images:
         return torch.stack([sample.foreground for sample in self.samples if sample.foreground is not None])
 
 
-def layer_maps(trace: Trace, images: Images, explained: Explained) -> Float[Tensor, "layer image patch"]:
+@lru_cache(maxsize=2)
+def traced(host: nn.Module, images: Images) -> Trace:
+    """Return the trace of a model on images, once for all tables."""
+    return ula.trace(host, images.pixels, progress=False)
+
+
+# Several tables have the same methods.
+@lru_cache(maxsize=64)
+def layer_maps(host: nn.Module, images: Images, explained: Explained) -> Float[Tensor, "layer image patch"]:
     """Return the scores of the patches; those of a method without a layer axis have one layer."""
-    result = explained.explain(trace, images.cls)
+    result = explained.explain(traced(host, images), images.cls)
     scores = result.scores if "layer" in result.dims else result.scores[None]
     return separating(scores[..., images.patches].double())
 
@@ -95,15 +105,13 @@ def method_maps(
 
     The layer is that which finds most on other images, `selection`, by the average precision of the foreground.
     """
-    trace, others = ula.trace(host, images.pixels, progress=False), None
     maps, layers = {}, {}
     for label, explained in methods.items():
-        by_layer = layer_maps(trace, images, explained)
+        by_layer = layer_maps(host, images, explained)
         maps[label], layers[label] = by_layer[0], "all"
         if len(by_layer) > 1:
             assert selection is not None
-            others = others or ula.trace(host, selection.pixels, progress=False)
-            precisions = [_precision(selection, layer) for layer in layer_maps(others, selection, explained)]
+            precisions = [_precision(selection, layer) for layer in layer_maps(host, selection, explained)]
             best = max(range(len(precisions)), key=precisions.__getitem__)
             maps[label], layers[label] = by_layer[best], str(best)
     return maps, layers
@@ -159,28 +167,35 @@ def background_rows(model: str, images: Images) -> list[Row]:
     return rows
 
 
+# Several tables remove the same patches.
+@lru_cache(maxsize=4)
+def untested(host: nn.Module, images: Images, masking: Masking) -> PerturbationTest:
+    """Return the perturbation test of images whose patches have equal scores."""
+    references = [sample.reference for sample in images.samples if sample.reference is not None]
+    return PerturbationTest(
+        host,
+        images.pixels,
+        torch.zeros(len(images.samples), *GRID),
+        masking=masking,
+        reference=torch.cat(references) if masking == "reference" else None,
+        labels=torch.tensor([sample.label for sample in images.samples]),
+    )
+
+
 def change_rows(
-    model: str, host: nn.Module, images: Images, maps: Maps, curves: Mapping[str, tuple[str, str]]
+    model: str, host: nn.Module, images: Images, maps: Maps, curves: Mapping[str, tuple[Masking, str]]
 ) -> list[Row]:
     """Return the areas of perturbation curves of each map and image.
 
     `curves`: by metric the masking and the curve of `PerturbationTest`.
     """
-    references = [sample.reference for sample in images.samples if sample.reference is not None]
-    labels = torch.tensor([sample.label for sample in images.samples])
     rows: list[Row] = []
     for label, scores in maps.items():
+        relevance = scores.view(-1, *GRID)
         for masking in dict.fromkeys(masking for masking, _ in curves.values()):
             # The operators compute what the host's loop over tokens does, in half of its time.
             with through_operators(host):
-                test = PerturbationTest(
-                    host,
-                    images.pixels,
-                    scores.view(-1, *GRID),
-                    masking=masking,  # type: ignore[arg-type]
-                    reference=torch.cat(references) if masking == "reference" else None,
-                    labels=labels,
-                )
+                test = untested(host, images, masking).of_scores(relevance)
                 for metric, (of_masking, name) in curves.items():
                     if of_masking == masking:
                         areas = _areas(getattr(test, name)).tolist()

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from evidence.study import View
 from evidence.vision_maps import Explained
 from evidence.vision_models import CONTROLS
+from unilinattn.evaluation.masking import Masking
 
 Rows = dict[str, Explained]
 
@@ -85,7 +86,7 @@ def _paper(numbers: Mapping[str, Sequence[float]], columns: Sequence[str]) -> Ma
 
 NONE = float("nan")
 
-MASKINGS = {"black": "zero", "background": "reference", "blur": "blur"}
+MASKINGS: Mapping[str, Masking] = {"black": "zero", "background": "reference", "blur": "blur"}
 """Values that replace removed patches, by label: background is the same photograph without the digit."""
 
 HMA_2 = {

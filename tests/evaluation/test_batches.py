@@ -1,6 +1,8 @@
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from torch import nn
 
 import unilinattn as ula
 from tests.evaluation import tiny
@@ -19,3 +21,30 @@ def test_a_batch_has_the_numbers_of_its_samples() -> None:
         ula.evaluate({"m": model}, data, {"mine": lambda trace, sample: sample}, ["ap"], batch_size=2)
     with pytest.raises(OptionError, match="batch_size=0; give 1 or more samples"):
         ula.evaluate({"m": model}, data, ["logit"], ["ap"], batch_size=0)
+
+
+def test_the_perturbed_inputs_of_a_batch_run_together() -> None:
+    model, runs = tiny.model().double(), [0]
+
+    def count(module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        runs[0] += 1
+
+    model.register_forward_pre_hook(count)
+    data = [
+        replace(sample, target=target, relevant=None, valid=None, label=label)
+        for sample, target, label in zip(tiny.data(3), (-1, -2, -3), (4, None, 2), strict=True)
+    ]
+    unlabelled = [replace(sample, label=None) for sample in data]
+    options = {"masking": "token", "mask_token_id": 0}
+    metrics = [(name, options) for name in ("activation_auac", "pruning_au_mse", "comprehensiveness", "deletion")]
+    counts = []
+    for samples in (data, unlabelled):
+        tables = []
+        for size in (1, 3):
+            runs[0] = 0
+            tables.append(ula.evaluate({"m": model}, samples, ["logit", "input_x_gradient"], metrics, batch_size=size))
+            counts.append(runs[0])
+        single, joint = ({(r["method"], r["sample"], r["metric"]): r["value"] for r in table} for table in tables)
+        assert single == pytest.approx(joint, abs=1e-9)
+        assert len(set(single.values())) > len(single) / 2
+    assert counts[1] < 0.7 * counts[0] and counts[3] < 0.7 * counts[2]

@@ -6,7 +6,7 @@ import torch
 import unilinattn as ula
 from evidence import edges
 from unilinattn.evaluation import Sample
-from unilinattn.evaluation.measures import Case
+from unilinattn.evaluation.case import Case
 from unilinattn.examples import TASKS, load
 
 LENGTH = 10
@@ -80,4 +80,5 @@ def test_the_fall_of_one_token_is_its_knockout(traced) -> None:
     host, sample, trace = traced
     result = ula.explain(trace, method="knockout", target=sample.target, progress=False)
     best = torch.where(torch.arange(LENGTH) < sample.target, result.scores[0], -torch.inf).max()
-    assert edges.token_fall(Case(host, sample, trace, result), 1) == pytest.approx(float(best), abs=1e-5)
+    (measured,) = edges.token_falls([Case(host, sample, trace, result)], 1)
+    assert measured.value == pytest.approx(float(best), abs=1e-5)

@@ -5,8 +5,8 @@ import torch
 
 import unilinattn as ula
 from evidence.conv_ssm import ConvSSM, ConvSSMForCausalLM
-from evidence.induction import KEY, LENGTH, TASKS, last_answers, samples
-from evidence.mechanism import VOCABULARY, constructed
+from evidence.induction import KEY, LENGTH, TASKS, samples
+from evidence.mechanism import VOCABULARY, constructed, last_answers
 
 
 def test_the_special_token_occurs_twice_and_the_answer_follows_the_first() -> None:

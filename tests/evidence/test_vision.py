@@ -166,14 +166,13 @@ def test_the_layer_is_the_best_on_other_images() -> None:
     scored, selection = drawn("vim", 0, Size(2, 3))
     host, best = STUDY.models["vim"].build().eval(), {"latim": METHODS["latim, best layer"]}
     maps, layers = method_maps(host, scored, best, selection)
-    trace = ula.trace(host, selection.pixels, progress=False)
     heat = [
         torch.nn.functional.interpolate(layer.view(-1, 1, *GRID), (SIDE, SIDE), mode="bilinear")[:, 0]
-        for layer in layer_maps(trace, selection, best["latim"])
+        for layer in layer_maps(host, selection, best["latim"])
     ]
     precisions = [segmentation_scores(one, selection.masks).foreground_ap for one in heat]
     assert layers["latim"] == str(precisions.index(max(precisions)))
-    every = layer_maps(ula.trace(host, scored.pixels, progress=False), scored, best["latim"])
+    every = layer_maps(host, scored, best["latim"])
     assert torch.equal(maps["latim"], every[int(layers["latim"])])
 
 

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import unilinattn as ula
 from tests.texts import LONDON, PARIS, VOCABULARY, tokenizer
-from unilinattn.evaluation.measures import Case
+from unilinattn.evaluation.case import Case
 from unilinattn.evaluation.samples import Sample
 from unilinattn.registry import list_methods
 

@@ -14,9 +14,10 @@ from unilinattn.analysis.inputs import image_read, model_pairs, named_images, na
 from unilinattn.analysis.similarity import SampleSimilarity, unique
 from unilinattn.analysis.statistics import STATISTICS, LayerStatistics, map_statistics
 from unilinattn.errors import InputError, OptionError, UncoveredError, UnilinattnError, nearest
-from unilinattn.evaluation.evaluate import Observer, run
+from unilinattn.evaluation.evaluate import run
 from unilinattn.evaluation.masking import Masking
 from unilinattn.evaluation.measures import deletion_curve
+from unilinattn.evaluation.observer import Observer
 from unilinattn.evaluation.plan import Plan
 from unilinattn.evaluation.table import PARTS, Table
 from unilinattn.evaluation.trained import CORRELATION, INTERVENTION, Counts, Intervention, known_samples

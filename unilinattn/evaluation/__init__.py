@@ -1,7 +1,8 @@
 """Metrics of results, against known answers and by changing the input, and tables of them over data sets."""
 
+from unilinattn.evaluation.case import Case
 from unilinattn.evaluation.intervention import replacement_effects, target_effects
-from unilinattn.evaluation.measures import METRICS, Case
+from unilinattn.evaluation.measures import METRICS
 from unilinattn.evaluation.metrics import (
     CompletenessGap,
     RankCorrelation,

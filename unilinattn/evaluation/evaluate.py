@@ -3,9 +3,8 @@
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -13,10 +12,12 @@ import torch
 from torch import nn
 
 from unilinattn.errors import InputError, OptionError, UncoveredError, UnilinattnError
-from unilinattn.evaluation.measures import Case, Metric, Part
+from unilinattn.evaluation.case import Case
+from unilinattn.evaluation.measures import Measurement, Metric, Part
+from unilinattn.evaluation.observer import Observer
 from unilinattn.evaluation.plan import Entry, Model, Plan, batches, described
 from unilinattn.evaluation.processes import Processes
-from unilinattn.evaluation.readers import OnError, read_samples
+from unilinattn.evaluation.readers import OnError, samples_of
 from unilinattn.evaluation.samples import Sample
 from unilinattn.evaluation.scorers import BASELINES, Scorer
 from unilinattn.evaluation.store import Store
@@ -33,23 +34,8 @@ Choice = dict[str, list[Any] | None]
 
 Row = dict[str, Any]
 
-
-class Observer:
-    """Receives the intermediate results of an evaluation of one model; the methods of this class ignore them."""
-
-    def traced(self, trace: Trace) -> None:
-        """Receive the trace of each batch of the data."""
-
-    def scored(self, trace: Trace, label: str, result: Attribution) -> Attribution:
-        """Receive the result of a row on a batch of the data, and return the result to measure."""
-        return result
-
-    def chosen(self, label: str, by_layer: Sequence[float]) -> None:
-        """Receive the metric of each layer of a row on the selection samples."""
-
-    def refused(self, label: str, error: UnilinattnError) -> None:
-        """Receive the error of a row; the row is left out of the table, unless this raises the error."""
-        raise error
+FEW_TOKENS = 4
+"""Tokens of a sample whose scores have the axes of all."""
 
 
 def evaluate(
@@ -110,7 +96,7 @@ def evaluate(
     """
     if save_results and out is None:
         raise OptionError("save_results stores files; name their folder in `out`.")
-    read = partial(_read, models=models, tokenizer=tokenizer, processor=processor, on_error=on_error)
+    read = partial(samples_of, models=models, tokenizer=tokenizer, processor=processor, on_error=on_error)
     data, selection = read(data), None if selection is None else read(selection)
     plan = Plan.of(
         models,
@@ -152,20 +138,6 @@ def run(
     return table
 
 
-def _read(data: Any, *, models: Any, tokenizer: Any, processor: Any, on_error: OnError) -> Iterable[Sample]:
-    """Return samples: the given ones, or those of a file, a folder or a data set."""
-    if isinstance(data, Sequence) and not isinstance(data, str):
-        is_read = any(isinstance(entry, Mapping) for entry in data)
-    else:
-        is_table = hasattr(data, "__len__") and hasattr(data, "__getitem__") and not isinstance(data, Mapping)
-        is_read = isinstance(data, str | os.PathLike) or is_table
-    if not is_read:
-        return data
-    alone = next(iter(models.values())) if isinstance(models, Mapping) and len(models) == 1 else None
-    model = alone if processor is not None and isinstance(alone, nn.Module) else None
-    return read_samples(data, tokenizer, processor=processor, model=model, on_error=on_error)
-
-
 class _Work:
     """The samples of one model, in batches that are stored and spread over the processes."""
 
@@ -174,6 +146,9 @@ class _Work:
     ) -> None:
         self._plan, self._name, self._at, self._store, self._processes = plan, name, number, store, processes
         self._observer, self._refused = observer, set[str]()
+        # Values that the cases of the latest batch share.
+        self._shared = dict[Any, Any]()
+        self._few: Trace | None = None
         if isinstance(model := plan.models[name], nn.Module):
             # The model is checked even if nothing is left to compute.
             self._require_same(model)
@@ -197,8 +172,7 @@ class _Work:
         plan = self._plan
         if plan.selection is None:
             return {}
-        composed: set[str] = set()
-        units = self._spread("selection", plan.selection, partial(self._precisions, composed))
+        units = self._spread("selection", plan.selection, partial(self._precisions, dict[str, bool]()))
         best = max if plan.chooser.larger_is_better else min
         layers = {}
         for scorer in plan.scorers:
@@ -234,38 +208,42 @@ class _Work:
         done = self._processes.spread(range(len(units)), lambda unit: self._store.read(key(unit)), run)
         return [done[unit] for unit in range(len(units))]
 
-    def _precisions(self, composed: set[str], batch: Mapping[int, Sample]) -> Choice:
-        """Return the metric that chooses a layer, for each layer; methods in `composed` are not run again."""
+    def _precisions(self, layered: dict[str, bool], batch: Mapping[int, Sample]) -> Choice:
+        """Return the metric that chooses a layer, for each layer; `layered` receives which methods keep layers."""
         plan = self._plan
         precisions: Choice = {}
-        first, sample = next(iter(batch.items()))
-        where = f"selection sample {sample.name or first}"
+        where = f"selection sample {next(iter(batch.values())).name or next(iter(batch))}"
         traced = self._trace(batch, where)
         for scorer in plan.scorers:
             precisions[scorer.label] = None
-            if scorer.label in composed or not scorer.reads_model:
-                continue
             with self._located(f"{where}, {scorer.label}"):
-                # The scores of one target have the same axes, and take a fraction of the time.
-                alone = {first: replace(sample, target=-1)}
-                layered = len(batch) == 1 or _has_layers(self._run(scorer, traced, "axes", alone)[0])
-                results = [draws[0] for draws in self._results(scorer, traced, batch, "selection")] if layered else []
-                if not results or not _has_layers(results[0]):
-                    composed.add(scorer.label)
+                if len(batch) > 1 and scorer.reads_model and scorer.label not in layered:
+                    layered[scorer.label] = self._keeps_layers(scorer, batch, where)
+                if not scorer.reads_model or not layered.get(scorer.label, True):
                     continue
-                precisions[scorer.label] = [
-                    self._precision(traced, batch, [result.select(layer=layer) for result in results])
-                    for layer in range(results[0].sizes["layer"])
-                ]
+                results = [draws[0] for draws in self._results(scorer, traced, batch, "selection")]
+                layered[scorer.label] = _has_layers(results[0])
+                if layered[scorer.label]:
+                    precisions[scorer.label] = [
+                        self._precision(traced, batch, [result.select(layer=layer) for result in results])
+                        for layer in range(results[0].sizes["layer"])
+                    ]
         return precisions
+
+    def _keeps_layers(self, scorer: Scorer, batch: Mapping[int, Sample], where: str) -> bool:
+        """Return whether a method keeps a layer axis, by its scores of a few tokens of the first sample."""
+        index, sample = next(iter(batch.items()))
+        few = {index: Sample(inputs=sample.inputs[:, :FEW_TOKENS], target=-1)}
+        if self._few is None:
+            self._few = self._trace(few, where)
+        return _has_layers(self._run(scorer, self._few, "axes", few)[0])
 
     def _precision(self, traced: Trace, batch: Mapping[int, Sample], results: Sequence[Attribution]) -> list[Part]:
         """Return the parts of the metric that chooses a layer, summed over the batch."""
-        terms = []
-        for case in self._cases(traced, batch, [[result] for result in results]):
-            if (measured := self._plan.chooser(case[0])) is None:
-                raise OptionError(f"select_by={self._plan.select_by!r} is not defined for its scores; name another.")
-            terms.append(measured.parts)
+        cases = [case for (case,) in self._cases(traced, batch, [[result] for result in results])]
+        terms = [measured.parts for measured in self._plan.chooser.of_cases(cases) if measured is not None]
+        if len(terms) < len(cases):
+            raise OptionError(f"select_by={self._plan.select_by!r} is not defined for its scores; name another.")
         return _summed(terms)
 
     def _rows(self, layers: Mapping[str, int], batch: Mapping[int, Sample]) -> list[Row]:
@@ -302,21 +280,35 @@ class _Work:
                 [self._one_layer(scorer, result, layers) for result in draws]
                 for draws in self._results(scorer, traced, batch, "data")
             ]
+        by_metric = self._measurements(scorer.label, batch, self._cases(traced, batch, results))
         rows: dict[int, list[Row]] = {}
-        for index, draws, cases in zip(batch, results, self._cases(traced, batch, results), strict=True):
+        for number, (index, draws) in enumerate(zip(batch, results, strict=True)):
             if plan.save_results and len(draws) == 1:
                 self._save(draws[0], index, scorer.label)
             name, scored = plan.name_of(index), draws[0].layers
             layer = scored[0] if len(scored) == 1 else "all" if scored else ""
             rows[index] = []
-            for label, measure in plan.metrics.items():
-                with self._located(f"sample {name}, {scorer.label}, {label}"):
-                    measured = [measurement for case in cases if (measurement := measure(case)) is not None]
-                if measured:
+            for label, measurements in by_metric.items():
+                if measured := [measurement for measurement in measurements[number] if measurement is not None]:
                     row = {"model": self._name, "method": scorer.label, "layer": layer, "sample": name, "metric": label}
                     value = sum(m.value for m in measured) / len(measured)
                     rows[index].append({**row, "value": value, PARTS: _summed([m.parts for m in measured])})
         return rows
+
+    def _measurements(
+        self, method: str, batch: Mapping[int, Sample], cases: Sequence[Sequence[Case]]
+    ) -> dict[str, list[Sequence[Measurement | None]]]:
+        """Return, by metric, the measurements of each sample of a batch, one for each of its cases."""
+        names = [self._plan.name_of(index) for index in batch]
+        by_metric: dict[str, list[Sequence[Measurement | None]]] = {}
+        for label, metric in self._plan.metrics.items():
+            draws = [(names[0], of_draw) for of_draw in zip(*cases, strict=True)]
+            measured: list[Sequence[Measurement | None]] = []
+            for name, group in draws if metric.of_batch else zip(names, cases, strict=True):
+                with self._located(f"sample {name}, {method}, {label}"):
+                    measured.append(metric.of_cases(group))
+            by_metric[label] = list(zip(*measured, strict=True)) if metric.of_batch else measured
+        return by_metric
 
     def _save(self, result: Attribution, index: int, label: str) -> None:
         assert self._store.folder is not None
@@ -333,6 +325,7 @@ class _Work:
             traced = trace(self._host, joined, tokenizer=tokenizer, progress=False)
             if (size := traced.layers[-1].output.shape[0]) != len(batch):
                 raise InputError(f"a sample is one sequence or image; its inputs hold {size}.")
+        self._shared = {}
         return traced
 
     def _results(
@@ -366,6 +359,7 @@ class _Work:
                     result.select(layer=0) if "layer" in result.dims else result,
                     self._plan.seed_of("metric", index),
                     row,
+                    self._shared,
                 )
                 for result in draws
             ]

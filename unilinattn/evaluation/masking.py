@@ -42,15 +42,19 @@ class Removal:
     values: Tensor
     baseline: Tensor
 
-    def __call__(self, removed: Bool[Tensor, "batch *unit"]) -> dict[str, Any]:
-        """Return the arguments with the units that are True replaced."""
-        mask = removed
-        if self.values.ndim == 4:
-            height, width = (self.values.shape[axis] // removed.shape[axis - 1] for axis in (2, 3))
-            mask = removed.repeat_interleave(height, 1).repeat_interleave(width, 2)[:, None]
-        elif self.values.ndim == 3:
+    def __call__(self, removed: Bool[Tensor, "..."]) -> dict[str, Any]:
+        """Return the arguments with the units that are True replaced.
+
+        `removed` is (batch, *unit), or (run, batch, *unit) for several runs, which follow each other in one batch.
+        """
+        mask, axes = removed, self.values.ndim
+        if axes == 4:
+            height, width = (self.values.shape[axis] // removed.shape[axis - 4] for axis in (2, 3))
+            mask = removed.repeat_interleave(height, -2).repeat_interleave(width, -1).unsqueeze(-3)
+        elif axes == 3:
             mask = removed[..., None]
-        return {**self.arguments, self.name: torch.where(mask, self.baseline, self.values)}
+        replaced = torch.where(mask, self.baseline, self.values)
+        return {**self.arguments, self.name: replaced.flatten(0, -axes)}
 
 
 def removal(

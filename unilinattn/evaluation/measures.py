@@ -1,26 +1,22 @@
 """The metrics of `evaluate` by name: each a number of one method's scores on one sample."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any, get_args
 
 import torch
-from jaxtyping import Bool, Float
-from torch import Tensor, nn
-from torch.nn import functional
+from jaxtyping import Float
+from torch import Tensor
 
 from unilinattn.errors import InputError, OptionError, nearest
+from unilinattn.evaluation.case import Case, joined, perturbation_test
 from unilinattn.evaluation.masking import Masking
-from unilinattn.evaluation.metrics import RowScores, alignment_error_rate, completeness_gap, earlier_keys, row_scores
-from unilinattn.evaluation.perturbation import TENTHS, PerturbationCurve, PerturbationTest
+from unilinattn.evaluation.metrics import alignment_error_rate, completeness_gap
+from unilinattn.evaluation.perturbation import TENTHS, PerturbationCurve
 from unilinattn.evaluation.samples import Sample, function_name
-from unilinattn.evaluation.segmentation import SegmentationScores, foreground_of, overlaps, segmentation_scores
+from unilinattn.evaluation.segmentation import foreground_of, overlaps
 from unilinattn.methods.check import Explained, check_of, without
-from unilinattn.operator.edges import is_causal
-from unilinattn.results.attribution import Attribution
-from unilinattn.tracing.trace import Trace
 
 Part = tuple[float, float]
 """Numerator and denominator of a ratio, which add up over samples."""
@@ -45,197 +41,40 @@ class Measurement:
         return cls(value, ((value * weight, weight),))
 
 
-@dataclass(frozen=True, eq=False)
-class Case:
-    """One method's scores of one sample, which a metric measures.
-
-    Attributes:
-        model: the host model.
-        sample: the sample.
-        trace: the trace of the model on the sample, or on a batch with the sample.
-        result: the method's result, of one layer or of all layers composed, with or without a batch axis.
-        seed: seed of the metric's own random choices.
-        row: index of the sample in the batch of the trace.
-
-    Raises `InputError` for a result with a layer axis or of several sequences.
-    """
-
-    model: nn.Module
-    sample: Sample
-    trace: Trace
-    result: Attribution
-    seed: int = 0
-    row: int = 0
-
-    def __post_init__(self) -> None:
-        axes = tuple(axis for axis in self.result.dims if axis != "batch")
-        if axes not in (("key",), ("query", "key")) or self.result.sizes.get("batch", 1) != 1:
-            raise InputError(
-                f"scores with the axes {dict(self.result.sizes)}; a metric takes those of one sequence and one layer, "
-                "(batch, key) or (batch, query, key)."
-            )
-
-    @property
-    def scores(self) -> Float[Tensor, "*query key"]:
-        """The scores: (query, key), or (key,) without a query axis."""
-        return (self.result.scores[0] if "batch" in self.result.dims else self.result.scores).cpu()
-
-    @cached_property
-    def position(self) -> int | None:
-        """The position of the explained query, None if every query is explained."""
-        return None if self.sample.target is None else int(self.trace.positions(self.sample.target)[self.row])
-
-    @cached_property
-    def relevant(self) -> Bool[Tensor, "*query key"]:
-        """The relevant keys, of the scores' shape.
-
-        Raises `InputError` for a sample without them, or if they do not fit.
-        """
-        return self.mask("relevant")
-
-    @cached_property
-    def valid(self) -> Bool[Tensor, "*query key"]:
-        """The keys that are ranked or removed, of the scores' shape: those of the sample, or its default.
-
-        Raises `InputError` if they do not fit.
-        """
-        return self._default_keys() if self.sample.valid is None else self.mask("valid")
-
-    def mask(self, name: str) -> Bool[Tensor, "*query key"]:
-        """Return a mask of the sample in the scores' shape: its row at the target if the scores have no query axis.
-
-        Raises `InputError` for a sample without it, or if it does not fit.
-        """
-        mask: Tensor | None = getattr(self.sample, name)
-        if mask is None:
-            raise InputError(f"the sample has no `{name}`.")
-        row = mask[self.position] if mask.ndim > self.scores.ndim and self.position is not None else mask
-        if row.shape != self.scores.shape:
-            hint = "; give the sample a target" if self.sample.target is None else ""
-            raise InputError(
-                f"{name} of shape {tuple(mask.shape)} does not fit scores of shape {tuple(self.scores.shape)}{hint}."
-            )
-        return row
-
-    @cached_property
-    def ranking(self) -> RowScores:
-        """The ranking metrics."""
-        return row_scores(*map(torch.atleast_2d, (self.scores, self.relevant, self.valid)))
-
-    @cached_property
-    def heat_map(self) -> Float[Tensor, "1 height width"]:
-        """The scores of the patches, scaled bilinearly to the size of the foreground mask."""
-        foreground = self.sample.foreground
-        if foreground is None:
-            raise InputError("the sample has no `foreground`.")
-        patches = self.patches().double()
-        return functional.interpolate(patches[None], tuple(foreground.shape), mode="bilinear")[0]
-
-    @cached_property
-    def segmentation(self) -> SegmentationScores:
-        """The segmentation metrics."""
-        heat_map = self.heat_map
-        assert self.sample.foreground is not None
-        return segmentation_scores(heat_map, self.sample.foreground[None].cpu())
-
-    def patches(self) -> Float[Tensor, "1 row column"]:
-        """Return the scores of an image's patches, which are the valid keys in order.
-
-        Raises `InputError` without a grid, without a target, or if the grid has another number of patches.
-        """
-        if self.sample.grid is None:
-            raise InputError("the sample has no `grid`.")
-        scores = self.one_row()[self.valid]
-        rows, columns = self.sample.grid
-        if len(scores) != rows * columns:
-            raise InputError(
-                f"a grid of {rows} x {columns} patches does not fit {len(scores)} valid keys; mark the keys of the "
-                "patches by `valid`."
-            )
-        return scores.view(1, rows, columns)
-
-    def one_row(self) -> Float[Tensor, " key"]:
-        """Return the scores of the target; raise `InputError` if every query has scores."""
-        if self.scores.ndim == 2:
-            raise InputError("the metric needs the scores of one query; give the sample a target.")
-        return self.scores
-
-    @cached_property
-    def _tests(self) -> dict[tuple[Any, ...], PerturbationTest]:
-        return {}
-
-    def perturbation(self, masking: Masking = "zero", mask_token_id: int | None = None) -> PerturbationTest:
-        """Return the perturbation test of the scores, made once for each kind of masking."""
-        key = (masking, mask_token_id)
-        if key not in self._tests:
-            if self.sample.grid is None:
-                units = {"relevance": self.one_row()[None], "valid": self.valid[None]}
-            else:
-                units = {"relevance": self.patches()}
-            self._tests[key] = PerturbationTest(
-                self.model,
-                self.trace.arguments if isinstance(self.sample.inputs, str) else self.sample.inputs,
-                masking=masking,
-                mask_token_id=mask_token_id,
-                reference=self.sample.reference if masking == "reference" else None,
-                labels=self.label,
-                target=self.target,
-                seed=self.seed,
-                **units,
-            )
-        return self._tests[key]
-
-    @property
-    def target(self) -> int:
-        """The target of the sample, by default the last token."""
-        return -1 if self.sample.target is None else self.sample.target
-
-    @property
-    def label(self) -> Tensor | None:
-        """The sample's label, by default the prediction that its trace explains."""
-        if self.sample.label is not None:
-            return torch.tensor([self.sample.label], device="cpu")
-        predicted = self.trace.explained_logit.prediction(self.target)
-        return None if predicted is None else predicted[self.row : self.row + 1]
-
-    def _default_keys(self) -> Bool[Tensor, "*query key"]:
-        *queries, keys = self.scores.shape
-        real = (
-            torch.ones(keys, dtype=torch.bool, device="cpu") if self.result.mask is None else self.result.mask[0].cpu()
-        )
-        if not queries and self.position is None:
-            return real
-        if queries and queries != [keys]:
-            raise InputError(f"scores of shape {tuple(self.scores.shape)} have no default keys; give `valid`.")
-        causal = all(is_causal(layer.operator) for layer in self.trace.layers if not layer.opaque)
-        others = earlier_keys(keys) if causal else ~torch.eye(keys, dtype=torch.bool, device="cpu")
-        return (others if queries else others[self.position]) & real
-
-
 @dataclass(frozen=True)
 class Metric:
     """A metric with its options.
 
     Attributes:
         name: name of the metric, or of the function.
-        measure: the metric of a case; None if the case has none.
+        measure: the metric of a case, or with `of_batch` of each case of a batch; None for a case that has none.
         needs: the fields of a sample that it needs.
         larger_is_better: the direction, None for a function.
         options: options by name.
+        of_batch: whether `measure` takes the cases of one method on the samples of a batch, because it runs the model.
     """
 
     name: str
-    measure: Callable[..., Measurement | None]
+    measure: Callable[..., Any]
     needs: tuple[str, ...] = ()
     larger_is_better: bool | None = None
     options: Mapping[str, Any] | None = None
+    of_batch: bool = False
 
     def __call__(self, case: Case) -> Measurement | None:
         """Measure a case; raise `InputError` for a value that is not finite."""
-        measured = self.measure(case, **(self.options or {}))
-        if measured is not None and not isfinite(measured.value):
-            raise InputError(f"the value is {measured.value}; a metric that is undefined raises an error.")
-        return measured
+        return self.of_cases([case])[0]
+
+    def of_cases(self, cases: Sequence[Case]) -> list[Measurement | None]:
+        """Measure the cases of a batch; raise `InputError` for a value that is not finite."""
+        options = self.options or {}
+        measured = (
+            self.measure(cases, **options) if self.of_batch else [self.measure(case, **options) for case in cases]
+        )
+        for measurement in measured:
+            if measurement is not None and not isfinite(measurement.value):
+                raise InputError(f"the value is {measurement.value}; a metric that is undefined raises an error.")
+        return list(measured)
 
 
 def metric(name: str, options: Mapping[str, Any]) -> Metric:
@@ -254,7 +93,7 @@ def metric(name: str, options: Mapping[str, Any]) -> Metric:
     if masking not in get_args(Masking):
         raise OptionError(f"metric {name}: unknown masking {masking!r}{nearest(masking, get_args(Masking))}")
     needs = (*default.needs, "reference") if masking == "reference" else default.needs
-    return Metric(name, default.measure, needs, default.larger_is_better, dict(options))
+    return replace(default, needs=needs, options=dict(options))
 
 
 def function_metric(function: Callable[[Case], float]) -> Metric:
@@ -274,13 +113,21 @@ def _alignment(case: Case) -> Measurement:
     return Measurement.mean(alignment_error_rate(scores, sure, possible, valid), float(links))
 
 
-def _curve(name: str) -> Callable[..., Measurement]:
-    return lambda case, **options: Measurement.mean(getattr(case.perturbation(**options), name)().area)
+def _curve(name: str) -> Callable[..., list[Measurement]]:
+    return lambda cases, **options: [Measurement.mean(curve.area) for curve in _curves(name, cases, options)]
 
 
-def _deletion(case: Case, **options: Any) -> Measurement:
-    curve = case.perturbation(**options).deletion()
-    return Measurement(curve.area, tuple((value, 1.0) for value in (curve.values[0].cpu() * _weights()).tolist()))
+def _curves(name: str, cases: Sequence[Case], options: Mapping[str, Any]) -> list[PerturbationCurve]:
+    """Return a curve of the perturbation test of each case."""
+    curves = [getattr(perturbation_test(group, **options), name)() for group in joined(cases)]
+    return [PerturbationCurve(curve.fractions, values[None]) for curve in curves for values in curve.values]
+
+
+def _deletion(cases: Sequence[Case], **options: Any) -> list[Measurement]:
+    return [
+        Measurement(curve.area, tuple((value, 1.0) for value in (curve.values[0].cpu() * _weights()).tolist()))
+        for curve in _curves("deletion", cases, options)
+    ]
 
 
 def _weights() -> Float[Tensor, " fraction"]:
@@ -298,8 +145,12 @@ def deletion_curve(samples: Sequence[Sequence[Sequence[float]]]) -> Perturbation
     return PerturbationCurve(TENTHS, values / _weights())
 
 
-def _fall(name: str) -> Callable[..., Measurement]:
-    return lambda case, **options: Measurement.mean(getattr(case.perturbation(**options), name)())
+def _fall(*, keep: bool) -> Callable[..., list[Measurement]]:
+    return lambda cases, **options: [
+        Measurement.mean(fall)
+        for group in joined(cases)
+        for fall in perturbation_test(group, **options).falls(keep=keep).tolist()
+    ]
 
 
 def _replacement_gain(case: Case) -> Measurement:
@@ -343,14 +194,14 @@ def _completeness(case: Case) -> Measurement | None:
     return Measurement.mean(float(gaps.mean()), float(len(gaps)))
 
 
-PERTURBATIONS: Mapping[str, tuple[Callable[..., Measurement], bool]] = {
+PERTURBATIONS: Mapping[str, tuple[Callable[..., list[Measurement]], bool]] = {
     "positive_perturbation": (_curve("positive"), False),
     "negative_perturbation": (_curve("negative"), True),
     "deletion": (_deletion, False),
     "activation_auac": (_curve("activation"), True),
     "pruning_au_mse": (_curve("pruning"), False),
-    "comprehensiveness": (_fall("comprehensiveness"), True),
-    "sufficiency": (_fall("sufficiency"), False),
+    "comprehensiveness": (_fall(keep=False), True),
+    "sufficiency": (_fall(keep=True), False),
 }
 """Metrics that run the model on changed inputs, with their direction; options `masking` and `mask_token_id`."""
 
@@ -364,7 +215,7 @@ METRICS: Mapping[str, Metric] = {
         Metric("recall_at_k", _ranking("recall_at_k"), ("relevant",), True),
         Metric("hit_at_1", _ranking("hit_at_1"), ("relevant",), True),
         Metric("aer", _alignment, ("relevant",), False),
-        *(Metric(name, measure, (), larger) for name, (measure, larger) in PERTURBATIONS.items()),
+        *(Metric(name, measure, (), larger, of_batch=True) for name, (measure, larger) in PERTURBATIONS.items()),
         Metric("replacement_gain", _replacement_gain, (), True),
         Metric("pixel_accuracy", _segmentation("pixel_accuracy", by_pixels=True), _IMAGE, True),
         Metric("mean_iou", _mean_iou, _IMAGE, True),

@@ -1,7 +1,9 @@
 """Perturbation tests: remove tokens or patches in the order of their relevance, and watch the model's prediction."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
+from hashlib import sha256
 from itertools import pairwise
 from typing import Any
 
@@ -29,7 +31,10 @@ ERASER_FRACTIONS = (0.01, 0.05, 0.1, 0.2, 0.5)
 """Fractions of tokens that comprehensiveness and sufficiency are averaged over (ERASER 4.2)."""
 
 MOST_LOGITS = 1 << 24
-"""Largest number of logits of a batch of fractions: 64 MiB in float32."""
+"""Largest number of logits of a batch of fractions, 64 MiB in float32, and of the runs that a test remembers."""
+
+AT_ONCE = 64
+"""Most inputs in one run of several removals."""
 
 Measure = Callable[[Float[Tensor, "batch class"]], Float[Tensor, " batch"]]
 """A number for each sequence or image, given its logits."""
@@ -83,7 +88,7 @@ class PerturbationTest:
         labels: Int[Tensor, " batch"] | None = None,
         target: Target = -1,
         valid: Bool[Tensor, "batch *unit"] | None = None,
-        seed: int = 0,
+        seed: int | Sequence[int] = 0,
     ) -> None:
         """Run the model on the unperturbed inputs.
 
@@ -98,25 +103,43 @@ class PerturbationTest:
         labels: the true class of each sequence or image; by default the model's prediction.
         target: the position, counted over real tokens, whose logits a model with logits at every token is tested on.
         valid: units that may be removed; by default all, and only real tokens where there is an `attention_mask`.
+        seed: seed of the order of units with equal scores, one for all inputs or one for each.
 
         Raises `InputError` if shapes, labels or target do not fit, scores of valid units are NaN, a sequence has no
         valid unit, the model returns no logits or NaN, or its logits depend on token ids beside their embeddings; and
         `OptionError` for a masking that is unknown or does not fit the inputs.
         """
-        self._model, self._mask_token_id, self._target, self._seed = model, mask_token_id, target, seed
+        self._model, self._mask_token_id, self._target = model, mask_token_id, target
         arguments = in_gradient_mode(False, lambda: tree_map_only(Tensor, torch.clone, host_arguments(model, inputs)))
         units = _shape_of(relevance)
         self._removal = in_gradient_mode(
             False, lambda: removal(model, arguments, units, masking, mask_token_id, reference)
         )
         device = self._removal.values.device
-        self._relevance = relevance.detach().to(device, torch.float64)
+        self._relevance, self._seeds = relevance.detach().to(device, torch.float64), _seeds(seed, len(relevance))
         self._real = real_tokens(arguments, units).to(device) if len(units) == 2 else None
         self._valid = _valid_units(valid, self._relevance, self._real)
         self.logits = self._run(arguments)
+        nothing = torch.zeros_like(self._valid)
+        self._remembered = {} if self._removal.name == EMBEDS else {_key(nothing): self.logits}
         if self._removal.name == EMBEDS and not model.training:
-            self._require_same(self._run(self._removal(torch.zeros_like(self._valid))))
+            self._require_same(*self._runs([nothing]))
         self.labels = self.logits.argmax(-1) if labels is None else _labels(labels, self.logits)
+
+    def of_scores(self, relevance: Float[Tensor, "batch *unit"]) -> "PerturbationTest":
+        """Return the test of other scores of the same units, which shares the runs with equal removals.
+
+        Raises `InputError` for scores of another shape, and for NaN at valid units.
+        """
+        if not isinstance(relevance, Tensor) or relevance.shape != self._relevance.shape:
+            raise InputError(
+                f"relevance must have the shape {tuple(self._relevance.shape)} of the test's; got "
+                f"{tensor_text(relevance)}."
+            )
+        other = copy(self)
+        other._relevance = relevance.detach().to(self._relevance)
+        _require_ranked(other._relevance, self._valid)
+        return other
 
     def positive(self, fractions: Sequence[float] = TENTHS[1:-1]) -> PerturbationCurve:
         """Return the top-1 accuracy while the most relevant units are removed first: a good order has a small area.
@@ -166,7 +189,7 @@ class PerturbationTest:
         A good order has a large one.
         Source: ERASER (DeYoung et al. 2020), 4.2, Eq. 1; averaged over `fractions` as by its published scorer.
         """
-        return self._fall(fractions, keep=False)
+        return float(self.falls(fractions, keep=False).mean())
 
     def sufficiency(self, fractions: Sequence[float] = ERASER_FRACTIONS) -> float:
         """Return mean_f p(x) - p(only the top f of x): the fall of the label's probability p, averaged over the batch.
@@ -174,12 +197,13 @@ class PerturbationTest:
         A good order has a small one.
         Source: ERASER (DeYoung et al. 2020), 4.2, Eq. 2; averaged over `fractions` as by its published scorer.
         """
-        return self._fall(fractions, keep=True)
+        return float(self.falls(fractions, keep=True).mean())
 
-    def _fall(self, fractions: Sequence[float], *, keep: bool) -> float:
+    def falls(self, fractions: Sequence[float] = ERASER_FRACTIONS, *, keep: bool = False) -> Float[Tensor, " batch"]:
+        """Return the comprehensiveness of each input, or with `keep` its sufficiency."""
         wanted = _fractions(fractions, at_least=1)
         after = self._values(wanted, self._relevance, self._probability, keep=keep)
-        return float((self._probability(self.logits)[:, None] - after).mean())
+        return (self._probability(self.logits)[:, None] - after).mean(1)
 
     def _curve(
         self, fractions: Sequence[float], order: Float[Tensor, "batch *unit"], measure: Measure, *, keep: bool = False
@@ -199,23 +223,38 @@ class PerturbationTest:
             removed.append(self._valid & ((rank >= taken) if keep else (rank < taken)))
         return torch.stack([measure(logits) for logits in self._runs(removed)], -1)
 
-    def _runs(self, removed: Sequence[Bool[Tensor, "batch *unit"]]) -> Iterator[Float[Tensor, "batch class"]]:
-        """Yield the logits after each removal."""
+    def _runs(self, removed: Sequence[Bool[Tensor, "batch *unit"]]) -> list[Float[Tensor, "batch class"]]:
+        """Return the logits after each removal; equal removals run once, also those of the test's other scores."""
+        keys = [_key(mask) for mask in removed]
+        masks = {key: mask for key, mask in zip(keys, removed, strict=True) if key not in self._remembered}
+        distinct = list(masks.values())
+        runs = [logits for some in parts(len(distinct), self._at_once()) for logits in self._joined(distinct[some])]
+        new = dict(zip(masks, runs, strict=True))
+        results = [new[key] if key in new else self._remembered[key] for key in keys]
+        if (len(self._remembered) + len(new)) * self.logits.numel() <= MOST_LOGITS:
+            self._remembered.update(new)
+        return results
+
+    def _at_once(self) -> int:
+        """Return the number of removals whose inputs run together."""
         tensors = sum(isinstance(value, Tensor) for value in self._removal.arguments.values())
-        alone = len(self._relevance) == tensors == 1 and not self._model.training
-        tokens = self._relevance.shape[1] if self._relevance.ndim == 2 else 1
-        step = max(1, MOST_LOGITS // (tokens * self.logits.shape[1])) if alone else 1
-        for fractions in parts(len(removed), step):
-            masks = list(removed[fractions])
-            yield from self._run(self._removal(torch.cat(masks)), len(masks)).split(len(self._relevance))
+        if tensors > 1 or self._model.training:
+            return 1
+        batch, tokens = len(self._relevance), self._relevance.shape[1] if self._relevance.ndim == 2 else 1
+        most = MOST_LOGITS // (batch * tokens * self.logits.shape[1])
+        return max(1, most if batch == 1 else min(most, AT_ONCE // batch))
+
+    def _joined(self, removed: Sequence[Bool[Tensor, "batch *unit"]]) -> Sequence[Float[Tensor, "batch class"]]:
+        """Return the logits after each removal, in one run."""
+        return self._run(self._removal(torch.stack(list(removed))), len(removed)).split(len(self._relevance))
 
     def _ranks(self, order: Float[Tensor, "batch *unit"]) -> Int[Tensor, "batch *unit"]:
         """Return each valid unit's rank by descending score, from 0; the number of all units elsewhere."""
         rank = torch.full(order.flatten(1).shape, order[0].numel(), device=order.device)
-        for row, scores, valid in zip(rank, order.flatten(1), self._valid.flatten(1), strict=True):
+        for row, scores, valid, seed in zip(rank, order.flatten(1), self._valid.flatten(1), self._seeds, strict=True):
             units = valid.nonzero().squeeze(1)
             # A generator for each sequence, so that the other sequences of a batch change nothing.
-            generator = torch.Generator().manual_seed(self._seed)
+            generator = torch.Generator().manual_seed(seed)
             units = units[torch.randperm(len(units), generator=generator, device="cpu").to(units.device)]
             units = units[scores[units].argsort(descending=True, stable=True)]
             row[units] = torch.arange(len(units), device=row.device)
@@ -239,7 +278,7 @@ class PerturbationTest:
                     f"{name} returned logits of shape {tuple(logits.shape)}, and relevance has the shape "
                     f"{tuple(self._relevance.shape)}; logits of each scored token, or of a class, are needed."
                 )
-            positions = positions_of(self._target, self._real.cpu()).to(logits.device).expand(batch)
+            positions = positions_of(self._target, self._real.cpu()).to(logits.device).repeat(fractions)
             logits = logits[torch.arange(batch, device=logits.device), positions]
         elif self._mask_token_id is not None and self._mask_token_id == _padding_token(self._model):
             raise OptionError(
@@ -269,6 +308,10 @@ class PerturbationTest:
 
     def _squared_change(self, logits: Float[Tensor, "batch class"]) -> Float[Tensor, " batch"]:
         return ((logits - self.logits) ** 2).sum(-1)
+
+
+def _key(removed: Bool[Tensor, "batch *unit"]) -> bytes:
+    return sha256(removed.cpu().numpy().tobytes()).digest()
 
 
 def _padding_token(model: nn.Module) -> int | None:
@@ -302,9 +345,20 @@ def _valid_units(
     empty = ~units.flatten(1).any(1)
     if bool(empty.any()):
         raise InputError(f"sequence {int(empty.nonzero()[0])} has no valid unit, so there is nothing to remove.")
-    if bool((relevance.isnan() & units).any()):
-        raise InputError("relevance holds NaN at valid units, which have no place in the order.")
+    _require_ranked(relevance, units)
     return units
+
+
+def _require_ranked(relevance: Float[Tensor, "batch *unit"], valid: Bool[Tensor, "batch *unit"]) -> None:
+    if bool((relevance.isnan() & valid).any()):
+        raise InputError("relevance holds NaN at valid units, which have no place in the order.")
+
+
+def _seeds(seed: int | Sequence[int], batch: int) -> list[int]:
+    seeds = [seed] * batch if isinstance(seed, int) else list(seed)
+    if len(seeds) != batch:
+        raise InputError(f"seed names {len(seeds)} seeds for {batch} inputs; give one each, or one int.")
+    return seeds
 
 
 def _labels(labels: Tensor, logits: Float[Tensor, "batch class"]) -> Int[Tensor, " batch"]:

@@ -3,7 +3,7 @@
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -101,6 +101,20 @@ def read_samples(
             "file, a folder of images, or a data set with a column `text` or `image`."
         )
     return samples if model is None else with_patches(samples, model)
+
+
+def samples_of(data: Any, *, models: Any, tokenizer: Any, processor: Any, on_error: OnError) -> Iterable[Sample]:
+    """Return samples: the given ones, or those of a file, a folder or a data set."""
+    if isinstance(data, Sequence) and not isinstance(data, str):
+        is_read = any(isinstance(entry, Mapping) for entry in data)
+    else:
+        is_table = hasattr(data, "__len__") and hasattr(data, "__getitem__") and not isinstance(data, Mapping)
+        is_read = isinstance(data, str | os.PathLike) or is_table
+    if not is_read:
+        return data
+    alone = next(iter(models.values())) if isinstance(models, Mapping) and len(models) == 1 else None
+    model = alone if processor is not None and isinstance(alone, nn.Module) else None
+    return read_samples(data, tokenizer, processor=processor, model=model, on_error=on_error)
 
 
 def _of_file(source: Path, tokenizer: Any) -> Iterator[Unit]:

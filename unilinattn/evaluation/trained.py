@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from unilinattn import examples
 from unilinattn.errors import OptionError, nearest
+from unilinattn.evaluation.case import Case
 from unilinattn.evaluation.intervention import replacement_effects
-from unilinattn.evaluation.measures import Case, Measurement, Metric
+from unilinattn.evaluation.measures import Measurement, Metric
 from unilinattn.evaluation.metrics import rank_correlation
 from unilinattn.evaluation.samples import Sample, task_samples
 from unilinattn.evaluation.scorers import Scorer, as_result
