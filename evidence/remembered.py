@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from unilinattn.evaluation import Sample
+from unilinattn.evaluation.plan import entry_of
 from unilinattn.evaluation.scorers import Scorer, scorer
 from unilinattn.results.attribution import Attribution
 from unilinattn.tracing.trace import Trace
@@ -13,12 +14,12 @@ Results = dict[tuple[Any, ...], list[Attribution]]
 
 
 def remembered(methods: Mapping[str, Any], results: Results) -> dict[str, Any]:
-    """Return the rows (`Scorer`) of methods without random numbers, each a name or a name with options.
+    """Return the rows (`Scorer`) of methods without random numbers.
 
     Evaluations that share `results` do not explain a batch of one model with equal tokens and targets again; metrics
     and relevant keys may differ.
     """
-    entries = {label: (method, {}) if isinstance(method, str) else method for label, method in methods.items()}
+    entries = {label: entry_of(method, "methods") for label, method in methods.items()}
     return {label: _remembering(scorer(label, *entry), results) for label, entry in entries.items()}
 
 

@@ -8,7 +8,7 @@ import unilinattn as ula
 from evidence.remembered import Results, remembered
 from tests.evaluation import tiny
 
-METHODS = {"raw": "raw", "latim l1": ("latim", {"p": 1}), "logit": "logit"}
+METHODS = {"raw": "raw", "latim l1": ("latim", {"p": 1}), "lrp": ula.methods.Lrp(measure="log-odds")}
 
 
 def test_evaluations_share_the_scores_of_equal_samples_of_one_model() -> None:

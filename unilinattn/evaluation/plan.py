@@ -154,10 +154,10 @@ def _labelled(entries: Any, kind: str) -> dict[str, tuple[Any, Mapping[str, Any]
     if isinstance(entries, str) or not isinstance(entries, Mapping | Sequence) or not entries:
         raise OptionError(f"{kind}={entries!r}; give a list of names or of (name, options), or a mapping from labels.")
     if isinstance(entries, Mapping):
-        return {label: _entry(entry, kind) for label, entry in entries.items()}
+        return {label: entry_of(entry, kind) for label, entry in entries.items()}
     labelled = {}
     for entry in entries:
-        name, options = _entry(entry, kind)
+        name, options = entry_of(entry, kind)
         if isinstance(name, Scorer | Metric):
             labelled[name.label if isinstance(name, Scorer) else name.name] = name, options
             continue
@@ -170,7 +170,11 @@ def _labelled(entries: Any, kind: str) -> dict[str, tuple[Any, Mapping[str, Any]
     return labelled
 
 
-def _entry(entry: Any, kind: str) -> tuple[Any, Mapping[str, Any]]:
+def entry_of(entry: Any, kind: str) -> tuple[Any, Mapping[str, Any]]:
+    """Return the name or function, and the options, of an entry of the methods or metrics, which `kind` names.
+
+    Raises `OptionError` for a value that is none.
+    """
     refuse_class(entry)
     if isinstance(entry, Options):
         return entry.name, entry.keywords
