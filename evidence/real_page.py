@@ -181,7 +181,7 @@ def picture() -> "Figure":
             ax.plot(line["mean"], height, "o", color=colour, markersize=5)
         ax.set_yticks(range(len(lines)), [line["method"] for line in lines], fontsize=7.5)
         ax.set_xlim(-0.8, 1)
-        ax.set_title(CHECKPOINTS[name].label.replace("`", ""), fontsize=10, loc="left")
+        ax.set_title(CHECKPOINTS[name].label.replace("`", ""), fontsize=10, loc="right")
         ax.spines[["top", "right", "left"]].set_visible(False)
         ax.tick_params(left=False, labelsize=7.5)
     for ax in axes[len(names) :]:
