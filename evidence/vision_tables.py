@@ -42,6 +42,7 @@ METHODS: Rows = {
     "alti rollout": Explained("alti", {"compose": "rollout"}),
     "logit": Explained("logit"),
     "lrp": Explained("lrp"),
+    "lrp, gamma 0.25": Explained("lrp", {"gamma": 0.25}),
     "gradient": Explained("gradient"),
     "input x gradient": Explained("input_x_gradient"),
     "integrated gradients": Explained("integrated_gradients", {"n_steps": 16}),
