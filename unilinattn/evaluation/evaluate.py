@@ -41,7 +41,7 @@ FEW_TOKENS = 4
 def evaluate(
     models: Mapping[str, Model],
     data: Any,
-    methods: Sequence[str | Options | Scorer | tuple[str, Mapping[str, Any]]] | Mapping[str, Entry | Options],
+    methods: Sequence[str | Options | Scorer | tuple[str, Mapping[str, Any]]] | Mapping[str, Entry | Options | Scorer],
     metrics: Sequence[str | tuple[str, Mapping[str, Any]] | Metric] | Mapping[str, Entry],
     *,
     selection: Any = None,
