@@ -24,6 +24,7 @@ from tests.evidence.tables import verdicts as of_claims
 from unilinattn.errors import InputError
 from unilinattn.evaluation import Sample, alignment_error_rate, row_scores
 from unilinattn.examples.tasks import NO_ANSWER
+from unilinattn.methods.default import CAUSAL
 
 Links = list[tuple[int, set[int], set[int]]]
 """Target words, each with its sure and its only possible source positions."""
@@ -149,7 +150,8 @@ TABLES = {
     "words": (MODELS, [*BASELINES, DICTIONARY, "latim l2", "logit", *BY_WORD], ("aer", "ap", "entropy")),
 }
 ORDER = [*BASELINES, DICTIONARY, "input_x_gradient", "gradient", "contribution", "attribution", "raw", "rollout",
-         "alti_logit", "lrp", "attn_lrp", "alti rollout", "alti", "latim l1", "latim l2", "logit"]  # fmt: skip
+         "alti_logit", "lrp", "attn_lrp", CAUSAL.label, "alti rollout", "alti", "latim l1", "latim l2",
+         "logit"]  # fmt: skip
 
 
 def verdicts(order: list[str]) -> dict[str, str]:

@@ -27,6 +27,7 @@ from evidence.tasks import TASKS, sizes_text
 from evidence.training import HELD_OUT_SEED, SELECTION_SEED, STEPS_OF_A_SEED, scored_seed, selection_seed
 from tests.evidence.tables import made, verdicts
 from unilinattn.evaluation import row_scores
+from unilinattn.methods.default import CAUSAL
 
 
 def test_the_same_token_is_that_of_each_sequence_s_prediction() -> None:
@@ -111,22 +112,25 @@ def test_the_default_is_that_of_explain(study, models) -> None:
     names = {}
     for model in models:
         trace = ula.trace(hosts[model](), torch.zeros(1, 3, dtype=torch.long), progress=False)
-        names[model] = ula.explain(trace, target=-1, progress=False).method
+        result = ula.explain(trace, target=-1, progress=False)
+        is_causal = result.method == CAUSAL.name and CAUSAL.keywords.items() <= result.options.items()
+        names[model] = CAUSAL.label if is_causal else result.method
     assert names == {model: default_of(model) for model in models}
 
 
 def test_the_default_is_compared_with_the_other_methods(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bootstrap, "RESAMPLES", 50)
-    models, methods = ["mamba", "transformer"], ["rollout", "logit", "lrp", "attn_lrp"]
+    models, methods = ["mamba", "transformer"], ["rollout", "logit", "lrp", "attn_lrp", CAUSAL.label]
     claims = of_default("t", methods, models)
-    assert [len(claim.comparisons) for claim in claims] == [6, 2]
+    assert [len(claim.comparisons) for claim in claims] == [8, 2]
     compared = {(one.terms[0][1][1:3], one.terms[1][1][1:3]) for one in claims[0].comparisons}
     assert (("mamba", "logit"), ("mamba", "lrp")) in compared
-    assert (("transformer", "lrp"), ("transformer", "attn_lrp")) in compared
+    assert (("transformer", "lrp"), ("transformer", CAUSAL.label)) in compared
     values = dict.fromkeys(methods, 0.5)
     for changed, expected in (
         ({}, ("holds", "holds")),
-        ({"attn_lrp": 0.4}, ("contradicted", "contradicted")),
+        ({"attn_lrp": 0.4}, ("holds", "contradicted")),
+        ({CAUSAL.label: 0.4}, ("contradicted", "holds")),
         ({"lrp": 0.4}, ("contradicted", "holds")),
         ({"rollout": 0.54}, ("holds", "holds")),
     ):

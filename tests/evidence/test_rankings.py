@@ -15,6 +15,8 @@ from unilinattn.examples import TASKS, load
 
 ATTENTION, RECURRENT = "smollm2", "text-mamba2"
 
+DEFAULT = rankings.DEFAULTS[truths.CAUSAL]
+
 
 def line(checkpoint: str, method: str, spearman: float, hit: float, half: str = "choose") -> list[Row]:
     head = {"checkpoint": checkpoint, "half": half, "tokens": "all", "method": method}
@@ -90,7 +92,7 @@ def test_methods_of_many_sequences_are_no_candidates_for_the_default() -> None:
 def test_differences_are_paired_and_on_the_inputs_that_both_methods_have() -> None:
     default = [index / 20 for index in range(20)]
     lines = [
-        *rows(ATTENTION, "attn_lrp", default),
+        *rows(ATTENTION, DEFAULT, default),
         *rows(ATTENTION, "lrp", [value + 0.1 for value in default]),
         *rows(ATTENTION, "occlusion", [1.0], start=3),
     ]
@@ -109,12 +111,12 @@ def test_differences_are_paired_and_on_the_inputs_that_both_methods_have() -> No
 def test_the_default_is_behind_the_best_other_method_of_few_sequences() -> None:
     default = [0.5 + index / 100 for index in range(20)]
     lines = [
-        *rows(ATTENTION, "attn_lrp", default),
+        *rows(ATTENTION, DEFAULT, default),
         *rows(ATTENTION, "lrp", [value + 0.1 for value in default]),
         *rows(ATTENTION, "logit", [value - 0.1 for value in default]),
         *rows(ATTENTION, "occlusion", [1.0] * 20),
     ]
-    read = {ATTENTION: {"attn_lrp": 2, "lrp": 2, "logit": 2, "occlusion": 9}}
+    read = {ATTENTION: {DEFAULT: 2, "lrp": 2, "logit": 2, "occlusion": 9}}
     best = only(rankings.behind(real.merged({}, lines, sequences=read)), tokens="all", metric="spearman")
     assert (best["method"], best["mean"], best["significant"]) == ("lrp", -0.1, True)
     without = [row for row in lines if row["method"] != "lrp"]
@@ -127,7 +129,7 @@ def test_the_default_is_above_or_below_a_baseline_where_the_interval_lies_on_tha
     noise = [0.5 if index // 2 % 2 else -0.5 for index in range(20)]
     for shift, verdict in ((0.3, "above"), (-0.3, "below")):
         lines = [
-            *rows(ATTENTION, "attn_lrp", values),
+            *rows(ATTENTION, DEFAULT, values),
             *rows(ATTENTION, "recency", [value - shift for value in values]),
             *rows(ATTENTION, "random", [value - each for value, each in zip(values, noise, strict=True)]),
             *rows(ATTENTION, "lrp", [value - shift for value in values]),
