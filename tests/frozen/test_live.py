@@ -118,7 +118,7 @@ def test_attention_implementations_have_equal_relevances(implementation: str, sp
 
 @pytest.mark.parametrize("split", PASSES)
 def test_masks_that_tokens_decide_are_factors(split: str) -> None:
-    relevances = []
+    relevances, logits = [], []
     for implementation in ("eager", "sdpa"):
         model = MODELS["doge"]()
         model.set_attn_implementation(implementation)
@@ -126,6 +126,9 @@ def test_masks_that_tokens_decide_are_factors(split: str) -> None:
             trace = _trace(model)
             relevances.append(LiveRun(trace).relevances(-1, 3, split))  # type: ignore[arg-type]
             assert worst(relevances[-1].content, frozen(trace).shares(-1, 3).tokens) <= 1e-10
+        logits.append(trace.output.logits)
+    if not torch.allclose(*logits):
+        pytest.skip("eager attention of Doge computes another function in this version of transformers")
     _require_same(*relevances)
 
 
