@@ -40,6 +40,7 @@ from unilinattn.discovery.unknown import (
 from unilinattn.discovery.widened import is_low, widened
 from unilinattn.errors import UncoveredError, UnilinattnError, UnknownArchitectureError
 from unilinattn.host import substitution
+from unilinattn.host.indices import checked_indices
 from unilinattn.host.logits import KEEP
 from unilinattn.host.module_calls import CallRecord
 from unilinattn.host.recorder import Recorder
@@ -107,11 +108,12 @@ def unregistered_mixers(
     mixers: tuple[UnregisteredMixer, ...] | None = None
     if 0 < _length(arguments) < FEWEST:
         # Other arguments, such as a mask of pairs, may fit these tokens only.
-        with suppress(Exception):
+        with suppress(Exception), checked_indices(model):
             repeated = _repeated(arguments)
             mixers, examined = _searched(model, repeated, arguments, layers), repeated
     if mixers is None:
-        mixers = _searched(model, examined, arguments, layers)
+        with checked_indices(model):
+            mixers = _searched(model, examined, arguments, layers)
     answer = tuple((mixer.path, mixer.holds_layers, mixer.leak) for mixer in mixers)
     _answers[model] = _Answer(state_of(model, arguments), _shapes(examined), answer)
     return mixers

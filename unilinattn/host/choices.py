@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from unilinattn.call.exactness import layer_tolerance, relative_error
 from unilinattn.call.nested import mapped
 from unilinattn.errors import InputError, UnilinattnError
+from unilinattn.host.indices import checked_indices
 from unilinattn.host.logits import logits_in
 from unilinattn.host.run import run
 
@@ -41,7 +42,10 @@ def choices_as_sequences(model: nn.Module, inputs: Any) -> tuple[nn.Module, Any]
     copied = _copied(model)
     seed = torch.get_rng_state()
     try:
-        scores, by_row = (logits_in(run(each, values, seed=seed)) for each, values in ((model, named), (copied, rows)))
+        with checked_indices(model):
+            scores, by_row = (
+                logits_in(run(each, values, seed=seed)) for each, values in ((model, named), (copied, rows))
+            )
     except (UnilinattnError, torch.OutOfMemoryError):
         raise
     # A host may raise any error for ids with another axis.

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from unilinattn.errors import UnilinattnError
+from unilinattn.host.indices import checked_indices
 from unilinattn.host.inputs import bound_arguments, is_encoder_decoder, is_ids
 from unilinattn.host.observer import Inputs, Observer
 from unilinattn.host.run import run
@@ -45,7 +46,8 @@ def with_decoder_ids(model: nn.Module, arguments: Mapping[str, Any]) -> dict[str
         return dict(arguments)
     observer = _Ids(model, arguments[IDS])
     try:
-        run(model, arguments, observer=observer.attached(), seed=torch.get_rng_state())
+        with checked_indices(model):
+            run(model, arguments, observer=observer.attached(), seed=torch.get_rng_state())
     except (UnilinattnError, torch.OutOfMemoryError):
         raise
     # A host may raise any error without a decoder's ids, and does so again where the trace tells the reason.

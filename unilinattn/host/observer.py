@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from unilinattn.host.indices import check_rows
 from unilinattn.host.isolation import current_run
 
 Frame = TypeVar("Frame")
@@ -65,6 +66,7 @@ class Observer(Generic[Frame]):
         """Follow a call that begins: the pre-hook of every module."""
         if self.elsewhere():
             return None
+        check_rows(module, (args, kwargs))
         frame = self.frame(path, module, (args, kwargs))
         self.stack.append(frame)
         return self.entering(frame, module, (args, kwargs))

@@ -14,6 +14,7 @@ from unilinattn.call.axes import as_tokens
 from unilinattn.call.nested import mapped, tensors
 from unilinattn.discovery.perturbation import TOLERANCE, special_ids
 from unilinattn.errors import UncoveredError
+from unilinattn.host.indices import checked_indices
 from unilinattn.host.inputs import call_host, ids_name, is_ids, real_tokens, sequences_in
 from unilinattn.host.isolation import runs_in_gradient_mode
 from unilinattn.host.logits import KEEP, logits_in
@@ -282,9 +283,10 @@ def _explained(output: Any) -> list[Any]:
 def _run(model: nn.Module, arguments: dict[str, Any], hold: Hold, read: Read) -> list[Tensor] | None:
     """Return what a run computes, None if it fails."""
     try:
-        values = run(
-            model, lambda: read(call_host(model, arguments)), observer=hold(arguments), seed=torch.get_rng_state()
-        )
+        with checked_indices(model):
+            values = run(
+                model, lambda: read(call_host(model, arguments)), observer=hold(arguments), seed=torch.get_rng_state()
+            )
     # The model may accept no other image or code.
     except Exception:
         return None

@@ -18,7 +18,7 @@ def chunk_states(
     last chunk to the first: R_C = initial and R_c = T_c^T R_{c+1} + U_c.
     """
     batch, chunks, heads, size, channels = written.shape
-    states = torch.zeros(batch, chunks + 1, heads, size, channels, dtype=torch.float64, device="cpu")
+    states = torch.zeros(batch, chunks + 1, heads, size, channels, dtype=torch.float64, device=written.device)
     order = range(chunks - 1, -1, -1) if reverse else range(chunks)
     if initial is not None:
         states[:, chunks if reverse else 0] = initial.double()

@@ -22,7 +22,7 @@ def toeplitz_map(
     """
     batch, length, channels = left.shape
     weights = kernel.double().repeat_interleave(channels // len(kernel), dim=0)
-    total = torch.zeros(batch, length, length, dtype=torch.float64, device="cpu")
+    total = torch.zeros(batch, length, length, dtype=torch.float64, device=kernel.device)
     for lag, tap in taps.items():
         for j in range(length - lag):
             for i in range(j + lag, min(length, j + lag + kernel.shape[1])):
