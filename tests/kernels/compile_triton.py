@@ -41,6 +41,7 @@ def compiled(kernel: Any, types: dict[str, Any], constants: dict[str, Any], **op
 
 def cases() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any], dict[str, int]]]:
     """Yield the name of each case, its kernel, the types of further arguments, its constants and its options."""
+    from unilinattn.kernels.checksum import triton as checksum
     from unilinattn.kernels.chunk_states import triton_kernels as states
     from unilinattn.kernels.contribution_norms import triton_kernels as norms
     from unilinattn.kernels.reduced_map import triton_kernels as reduced
@@ -98,6 +99,8 @@ def cases() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any], dict[str
             constants = {**absent, **config}
             options = {"num_warps": constants.pop("num_warps")}
             yield "weighted_tiles", toeplitz.weighted_tiles, {}, constants, options
+    words = dict.fromkeys(("words", "sums"), "*i64")
+    yield "chunk_sums", checksum.chunk_sums, words, {"CHUNK": 32768, "BLOCK": 1024}, {}
     types = {"p": "fp32", **dict.fromkeys(("vectors", "weight", "reference"), "*fp32")}
     for kind, precision in (("l2", "ieee"), ("alti", "tf32"), ("lp", "bf16")):
         constants = {"KIND": kind, "PRECISION": precision, "OUT": norms.OUT, "PAIRS": 128, "CHANNELS": 32}

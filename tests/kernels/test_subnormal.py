@@ -65,11 +65,11 @@ def test_weights_are_copied_only_if_they_contain_subnormal_numbers() -> None:
     assert weights[1, 2, 0, 0] > 0
 
 
-@pytest.mark.parametrize(("compared", "count"), [(subnormal.COMPARED, 1), (48, 2), (1, 6)])
+@pytest.mark.parametrize(("compared", "count"), [(subnormal.COMPARED["cpu"], 1), (48, 2), (1, 6)])
 def test_heads_are_compared_in_parts_of_a_size(compared: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     weights, calls = torch.rand(2, 3, 4, 4), list[Tensor]()
     hardshrink = functional.hardshrink
-    monkeypatch.setattr(subnormal, "COMPARED", compared)
+    monkeypatch.setitem(subnormal.COMPARED, "cpu", compared)
     monkeypatch.setattr(functional, "hardshrink", lambda x, tiny: calls.append(x) or hardshrink(x, tiny))
     assert flushed_given(weights) is weights and len(calls) == count
     weights[1, 2, 3, 3] = 1e-40

@@ -2,21 +2,14 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 
-import numpy as np
 import torch
 from jaxtyping import Int64
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from unilinattn.errors import ModelStateError
-
-CHUNK = {"cpu": 1 << 15, "cuda": 1 << 24}
-"""Words multiplied at once; on a CPU they and their factors fit its second cache."""
-
-PRIME = 0x100000001B3
-"""The factor of the words before a chunk."""
+from unilinattn.kernels.backend import implementation
+from unilinattn.kernels.checksum import tiled
 
 Checksum = tuple[torch.Size, torch.dtype, int | None]
 """Shape, dtype and checksum of a tensor; None in place of the checksum of a tensor whose bytes cannot be read."""
@@ -76,63 +69,35 @@ class Weights:
 
 def _checksums(module: nn.Module, by_id: dict[int, Checksum]) -> dict[str, Checksum]:
     """Return the checksum of each parameter and buffer by its name; a shared tensor is read once."""
-    checksums = {}
+    named: dict[str, Tensor] = {}
     for path, inner in module.named_modules(remove_duplicate=False):
         for name, tensor in (*inner._parameters.items(), *inner._buffers.items()):
-            if tensor is None:
-                continue
-            if id(tensor) not in by_id:
-                by_id[id(tensor)] = tensor.shape, tensor.dtype, _checksum(tensor.detach())
-            checksums[f"{path}.{name}" if path else name] = by_id[id(tensor)]
-    return checksums
+            if tensor is not None:
+                named[f"{path}.{name}" if path else name] = tensor
+    new = {id(tensor): tensor for tensor in named.values() if id(tensor) not in by_id}
+    sums = {key: total for key, tensor in new.items() if (total := _checksum(tensor.detach())) is not None}
+    numbers: dict[int, int] = {}
+    # A GPU is waited for once, not after each tensor.
+    for device in {total.device for total in sums.values()}:
+        there = {key: total for key, total in sums.items() if total.device == device}
+        numbers |= zip(there, torch.stack(list(there.values())).tolist(), strict=True)
+    by_id |= {key: (tensor.shape, tensor.dtype, numbers.get(key)) for key, tensor in new.items()}
+    return {name: by_id[id(tensor)] for name, tensor in named.items()}
 
 
-def _checksum(tensor: Tensor) -> int | None:
-    """Return sum_k w_k mixed(word_k) modulo 2^64 over a tensor's bytes, w scattered odd numbers: their order counts.
-
-    A word's high half is mixed into its low half: twice a float64 differs in bits above the 51st only, whose sums
-    modulo 2^64 are equal for many tensors.
-    """
+def _checksum(tensor: Tensor) -> Tensor | None:
+    """Return the checksum of a tensor's bytes, on its device; None where they cannot be read."""
     if tensor.device.type == "meta" or type(tensor) not in (Tensor, nn.Parameter):
         # Offloaded weights are loaded for each call only, and torch cannot read other packages' packed formats.
         return None
     if not tensor.numel():
-        return 0
+        return torch.zeros((), dtype=torch.int64, device="cpu")
     words = _words(tensor)
-    if words.device.type == "cpu":
-        return _sum_on_cpu(words.numpy())
-    total = torch.zeros((), dtype=torch.int64, device=words.device)
-    factors = _factors(min(len(words), CHUNK.get(words.device.type, CHUNK["cpu"])), words.device)
-    for chunk in words.split(len(factors)):
-        mixed = (chunk >> 32).bitwise_xor_(chunk)
-        # A dot product of integers, which makes no tensor of the products, exists on a CPU only.
-        total = total * PRIME + (mixed * factors[: len(chunk)]).sum()
-    return int(total)
-
-
-def _sum_on_cpu(words: NDArray[np.int64]) -> int:
-    """Return the sum of `_checksum`: numpy computes it in one buffer, in two thirds of the time of torch."""
-    total, every = 0, _factors_on_cpu()
-    buffer = np.empty(min(len(words), len(every)), dtype=np.int64)
-    for start in range(0, len(words), len(every)):
-        chunk = words[start : start + len(every)]
-        mixed = buffer[: len(chunk)]
-        np.right_shift(chunk, 32, out=mixed)
-        np.bitwise_xor(mixed, chunk, out=mixed)
-        total = (total * PRIME + int(np.dot(mixed, every[: len(chunk)]))) % (1 << 64)
-    return total
-
-
-def _factors(count: int, device: torch.device) -> Int64[Tensor, " word"]:
-    """Return the odd factors of a chunk's words, scattered by two multiplications (as in SplitMix64)."""
-    numbers = torch.arange(1, count + 1, device=device) * (0x9E3779B97F4A7C15 - (1 << 64))
-    return (numbers ^ (numbers >> 31)) * 0x2545F4914F6CDD1D | 1
-
-
-@cache
-def _factors_on_cpu() -> NDArray[np.int64]:
-    factors: NDArray[np.int64] = _factors(CHUNK["cpu"], torch.device("cpu")).numpy()
-    return factors
+    if not words.is_cuda:
+        return tiled.checksum(words)
+    form = implementation("checksum", words.new_empty(0, dtype=torch.float32))
+    result: Tensor = form.checksum(words)
+    return result
 
 
 def _words(tensor: Tensor) -> Int64[Tensor, " word"]:

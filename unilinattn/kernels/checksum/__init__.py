@@ -1,0 +1,1 @@
+"""Checksums of tensors of 64-bit words."""
