@@ -5,24 +5,42 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
+
+PLAIN = frozenset({type(None), bool, int, float, complex, str, slice, torch.dtype, torch.device, torch.Size})
+"""Types of values that hold no tensor, most of a call's arguments; other values take longer to tell."""
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
-    """Yield every tensor of nested tuples, lists, mappings, dataclasses and objects with logits, in order."""
+    """Return every tensor of nested tuples, lists, mappings, dataclasses and objects with logits, in order."""
+    result: list[Tensor] = []
+    _collect(value, result)
+    return iter(result)
+
+
+def _collect(value: Any, into: list[Tensor]) -> None:
+    kind = type(value)
+    if kind in PLAIN:
+        return
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list, Mapping)):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from tensors(item)
+        into.append(value)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            _collect(item, into)
+    elif kind is dict or isinstance(value, Mapping):
+        for item in value.values():
+            _collect(item, into)
     elif is_dataclass(value) and not isinstance(value, type):
-        yield from tensors(_parts(value))
+        _collect(_parts(value), into)
     elif _has_logits(value):
-        yield from tensors(vars(value))
+        _collect(vars(value), into)
 
 
 def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """Return the same nesting with `function` applied to every tensor."""
+    if type(value) in PLAIN:
+        return value
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, Mapping):

@@ -12,7 +12,7 @@ relevance.
 Source: Achtibat et al., "AttnLRP: attention-aware layer-wise relevance propagation for Transformers" (ICML 2024).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -47,7 +47,9 @@ ELEMENTWISE = (
 )
 """Functions whose output is a function of one value at each entry, if the other arguments are constants."""
 
-_SAVING = kinds.SLOPES | kinds.HOMOGENEOUS | kinds.FACTORS
+_ACTIVATIONS = kinds.SLOPES | kinds.HOMOGENEOUS
+
+_SAVING = _ACTIVATIONS | kinds.FACTORS
 """Functions of one value whose derivative may need the argument or the result."""
 
 
@@ -95,6 +97,8 @@ class Live(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Apply the rule of a function."""
+        if func.__name__ == "__get__" and not isinstance(attribute := func(*args), Tensor):
+            return attribute
         kwargs = dict(kwargs or {})
         name, in_place = name_of(func, kwargs)
         if name == "requires_grad" and in_place:
@@ -111,9 +115,10 @@ class Live(TorchFunctionMode):
         if name in kinds.LIKE:
             # Of the other arguments only the shape or the dtype matters.
             args, kwargs = (args[0], *mapped(args[1:], torch.detach)), mapped(kwargs, torch.detach)
-        if not carried((args, kwargs)) or not torch.is_grad_enabled():
+        live = [tensor for tensor in tensors((args, kwargs)) if tensor.requires_grad]
+        if not live or not torch.is_grad_enabled():
             return self._mark(func, args, func(*args, **kwargs))
-        rank = self._rank_of(name, args, kwargs)
+        rank = self._rank_of(name, live)
         rule = _RULES.get(name)
         if in_place and (rule is not None or name in _SAVING):
             function = getattr(torch.Tensor, name, None) or getattr(functional, name)
@@ -132,7 +137,7 @@ class Live(TorchFunctionMode):
             if tensor.requires_grad and tensor not in self._ranks:
                 self._ranks[tensor] = rank
         if isinstance(result, Tensor) and name in ELEMENTWISE:
-            self._follow(args, kwargs, result)
+            self._follow(live, result)
         return result
 
     def _rewritten(self, name: str, args: Any, kwargs: Any, rank: int) -> None:
@@ -150,12 +155,12 @@ class Live(TorchFunctionMode):
         """Return 0 for a value, 1 after an activation, 2 after one with f(0) != 0, and `DECIDED`."""
         return self._ranks.get(value, 0) if isinstance(value, Tensor) and value.requires_grad else 0
 
-    def _rank_of(self, name: str, args: Any, kwargs: Any) -> int:
+    def _rank_of(self, name: str, live: Sequence[Tensor]) -> int:
         """Return the rank of a function's result."""
-        ranks = [self.rank(tensor) for tensor in tensors((args, kwargs)) if tensor.requires_grad]
         if name in kinds.FACTORS:
             return DECIDED
-        if name in kinds.SLOPES | kinds.HOMOGENEOUS:
+        ranks = [self.rank(tensor) for tensor in live]
+        if name in _ACTIVATIONS:
             return max(2 if name in DIFFERENCES else int(name not in kinds.LIMITS), *ranks)
         if name in ("add", "sub", "rsub") and len(ranks) == 1 and ranks[0] == 1:
             # An activation plus a constant, such as 1 + tanh, is one with f(0) != 0.
@@ -167,9 +172,9 @@ class Live(TorchFunctionMode):
             return 0
         return max(values) if values else DECIDED
 
-    def _follow(self, args: Any, kwargs: Any, result: Tensor) -> None:
+    def _follow(self, live: Sequence[Tensor], result: Tensor) -> None:
         """Note the value that a result is an elementwise function of."""
-        roots = {id(root): root for t in tensors((args, kwargs)) if t.requires_grad for root in [self._root(t)]}
+        roots = {id(root): root for root in map(self._root, live)}
         (root,) = roots.values() if len(roots) == 1 else (None,)
         if root is not None and root.shape == result.shape and root is not result:
             self._roots[result] = root
