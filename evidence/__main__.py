@@ -31,7 +31,7 @@ from evidence.training import record as training_record
 from tools.markers import replace_section
 from unilinattn.errors import UnilinattnError
 from unilinattn.evaluation import Table
-from unilinattn.evaluation.processes import Processes
+from unilinattn.evaluation.processes import Processes, apart
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -74,18 +74,29 @@ def measured(one: Study, weights: Path, out: Path, *, quick: bool) -> dict[str, 
     return tables
 
 
-def repeat_quickly(studies: Sequence[Study], weights: Path, out: Path, say: Any) -> bool:
-    """Compare the numbers of a quick run with the recorded ones; return whether they agree."""
-    agree = True
-    for one in studies:
-        start = time.perf_counter()
-        numbers = record.summaries(measured(one, weights, out, quick=True))
-        count, different = record.differences(numbers, record.read(one.name)["quick"])
-        say(f"{one.name}: {count - len(different)} of {count} numbers as recorded, {time.perf_counter() - start:.0f} s")
-        for line in different:
-            say(f"  {line}")
-        agree &= len(different) <= record.DIFFERENT_SHARE * count
-    return agree
+def repeat_quickly(studies: Sequence[Study], weights: Path, out: Path, processes: Processes) -> bool:
+    """Compare the numbers of a quick run with the recorded ones; return whether they agree.
+
+    A process takes whole studies, whose parts are too few to fill several processes alike.
+    """
+    by_name = {one.name: one for one in studies}
+
+    def compare(names: Sequence[str]) -> dict[str, bool]:
+        with apart():
+            return {name: _repeats(by_name[name], weights, out) for name in names}
+
+    return all(processes.spread(list(by_name), lambda name: None, compare).values())
+
+
+def _repeats(one: Study, weights: Path, out: Path) -> bool:
+    start = time.perf_counter()
+    numbers = record.summaries(measured(one, weights, out, quick=True))
+    count, different = record.differences(numbers, record.read(one.name)["quick"])
+    summary = (
+        f"{one.name}: {count - len(different)} of {count} numbers as recorded, {time.perf_counter() - start:.0f} s"
+    )
+    print("\n  ".join([summary, *different]), flush=True)
+    return len(different) <= record.DIFFERENT_SHARE * count
 
 
 def evaluate(one: Study, weights: Path, out: Path, processes: Processes, say: Any) -> tuple[Results, float]:
@@ -215,7 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             weights = options.out / "weights"
             train(studies, weights, processes)
         if options.quick:
-            return 0 if repeat_quickly(studies, weights, options.out, say) else 1
+            return 0 if repeat_quickly(studies, weights, options.out, processes) else 1
         for one in studies:
             results, seconds = evaluate(one, weights, options.out, processes, say)
             if options.write:

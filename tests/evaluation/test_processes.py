@@ -13,7 +13,7 @@ import pytest
 from tests.evaluation.test_evaluate import rows_of, stored_evaluation
 from unilinattn.errors import InputError, UnilinattnError
 from unilinattn.evaluation import Table
-from unilinattn.evaluation.processes import Processes
+from unilinattn.evaluation.processes import Processes, apart
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,6 +54,21 @@ def spread(count: int, stored: dict[int, dict[int, str]], compute: Callable[[int
     for thread in threads:
         thread.join(timeout=60)
     return results, computed
+
+
+def test_a_process_apart_is_the_only_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("the processes connect")
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setattr("unilinattn.evaluation.processes.distributed.init_process_group", refuse)
+    with apart():
+        processes = Processes()
+        assert (processes.rank, processes.count) == (0, 1)
+        assert processes.spread([1, 2], lambda key: None, lambda keys: {key: -key for key in keys}) == {1: -1, 2: -2}
+    with pytest.raises(AssertionError, match="the processes connect"):
+        Processes()
 
 
 def test_every_key_is_computed_once_and_known_to_all() -> None:

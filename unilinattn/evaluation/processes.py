@@ -2,7 +2,9 @@
 
 import atexit
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from torch import distributed
@@ -10,6 +12,18 @@ from torch import distributed
 from unilinattn.errors import UnilinattnError
 
 Key = TypeVar("Key")
+
+_apart: ContextVar[bool] = ContextVar("apart", default=False)
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Let this process compute all of what it is asked for inside a `with` block: parts of a run that share nothing."""
+    token = _apart.set(True)
+    try:
+        yield
+    finally:
+        _apart.reset(token)
 
 
 def _disconnect() -> None:
@@ -33,6 +47,8 @@ class Processes:
     def __init__(self) -> None:
         """Connect the processes."""
         self.rank, self.count, self._group = 0, 1, None
+        if _apart.get():
+            return
         launched = int(os.environ.get("WORLD_SIZE", "1")) > 1 and "MASTER_ADDR" in os.environ
         if not distributed.is_available() or not (distributed.is_initialized() or launched):
             return
