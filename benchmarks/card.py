@@ -16,11 +16,13 @@ import transformers
 from torch import nn
 
 import unilinattn as ula
-from benchmarks.disk import MIB, MODELS, PAGE
+from benchmarks.disk import MIB, MODELS, PAGE, model_name
 from benchmarks.machine import machine
 from tools.markers import replace_section, table
 
 RESULTS = Path(__file__).parent / "results" / "card.json"
+
+DEFAULT = ("llama-7b", "mamba-2.8b")
 
 
 def built(name: str, device: str) -> nn.Module:
@@ -98,22 +100,21 @@ def section(records: list[dict[str, Any]]) -> str:
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.card", description=__doc__)
-    parser.add_argument("models", nargs="*", default=["llama-7b", "mamba-2.8b", "mamba2-2.7b"], choices=list(MODELS))
-    parser.add_argument("--tokens", type=int, nargs="+", default=[512], help="lengths of the inputs")
+    parser.add_argument("models", nargs="*", type=model_name, help=f"by default {' and '.join(DEFAULT)}")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[128, 512], help="lengths of the inputs")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu: to test this command")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="file of the numbers")
-    parser.add_argument("--page", action="store_true", help="write the table from the recorded numbers")
+    parser.add_argument(
+        "--write", action="store_true", help=f"record the numbers in {RESULTS.name}, and write the page"
+    )
+    parser.add_argument("--page", action="store_true", help="write the page from the recorded numbers")
     options = parser.parse_args()
-    if options.page:
+    if not options.page:
+        records = [run(name, length, options.device) for name in options.models or DEFAULT for length in options.tokens]
+        print(json.dumps(records), flush=True)
+        if options.write:
+            RESULTS.write_text(json.dumps(records, indent=1) + "\n")
+    if options.page or options.write:
         PAGE.write_text(replace_section(PAGE.read_text(), "card", section(json.loads(RESULTS.read_text()))))
-        return
-    records = []
-    for name in options.models:
-        for length in options.tokens:
-            records.append(run(name, length, options.device))
-            print(json.dumps(records[-1]), flush=True)
-            # Results of the models before stay if a later one fails.
-            options.out.write_text(json.dumps(records, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -27,6 +27,8 @@ from tools.markers import replace_section, table
 RESULTS = Path(__file__).parent / "results" / "disk.json"
 PAGE = Path(__file__).parents[1] / "docs" / "howto" / "large_models.md"
 
+DEFAULT = ("mamba-2.8b", "llama-7b")
+
 MIB = 1 << 20
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -175,15 +177,22 @@ def section(records: list[dict[str, Any]]) -> str:
     return f"{table(head, rows)}\n\n{machine_text}"
 
 
+def model_name(text: str) -> str:
+    """Return a name on the command line, if it is that of a model."""
+    if text not in MODELS:
+        raise argparse.ArgumentTypeError(f"unknown model {text!r}; there are {', '.join(MODELS)}")
+    return text
+
+
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.disk", description=__doc__)
-    parser.add_argument("models", nargs="*", default=["mamba-2.8b", "llama-7b"], choices=list(MODELS))
+    parser.add_argument("models", nargs="*", type=model_name, help=f"by default {' and '.join(DEFAULT)}")
     parser.add_argument("--tokens", type=int, default=128, help="length of the input")
     parser.add_argument("--write", action="store_true", help=f"record the numbers in {RESULTS.name}")
     options = parser.parse_args()
     records = []
-    for name in options.models:
+    for name in options.models or DEFAULT:
         with tempfile.TemporaryDirectory(prefix="unilinattn-") as folder:
             records.append(run(name, options.tokens, Path(folder)))
             print(json.dumps(records[-1]), flush=True)

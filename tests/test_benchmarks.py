@@ -8,11 +8,12 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import cases, checks, fused, models, page, sketch, structures, throughput
+from benchmarks import card, cases, checks, disk, fused, models, page, sketch, structures, throughput
 from benchmarks.cases import Case, Prepared
 from benchmarks.growth import grown
 from benchmarks.memory import usage
@@ -189,3 +190,18 @@ def test_growth_is_measured_in_a_separate_process(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(subprocess, "run", run)
     assert grown(Case("map", "mamba", 64), 1) == 12345
     assert commands[0][1:] == ["-m", "benchmarks.growth", "map", "mamba", "64", "1"]
+
+
+def test_a_model_of_a_published_size_is_measured_by_steps() -> None:
+    record = card.run("llama-tiny", 16, "cpu")
+    assert [row["step"] for row in record["rows"]] == ["forward", "trace", "explain"]
+    assert record["reconstruction_error"] < 0.02
+    assert record["method"] == "attn_lrp"
+    row = card.section([{**record, "machine": {"gpu": "a GPU", "torch": "2", "transformers": "5"}}]).splitlines()[2]
+    assert row.startswith(f"| llama-tiny | {record['weights_mib']} MiB | 16 | +0 MiB, ")
+
+
+@pytest.mark.parametrize("module", [card, disk], ids=["card", "disk"])
+def test_the_page_of_large_models_is_that_of_the_recorded_numbers(module: Any) -> None:
+    name = module.__name__.rpartition(".")[2]
+    assert read_section(module.PAGE.read_text(), name) == module.section(json.loads(module.RESULTS.read_text()))
