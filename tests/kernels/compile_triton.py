@@ -92,9 +92,12 @@ def cases() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any], dict[str
         constants |= {"ROWS": 64, "COLS": 64, "INNER": 32}
         constants |= {} if kind == "fold" else missing("row_weight", "row_scale")
         yield f"far_tiles {kind} {precision}", reduced.far_tiles, types, constants, {"num_stages": 3}
-    for weights, band, precision in ((missing("left", "tap"), False, "ieee"), ({}, True, "bf16")):
-        constants = {"CHUNK": 64, "BAND": band, "PRECISION": precision, "INNER": 32, **weights}
-        yield f"diagonal_tiles {precision}", reduced.diagonal_tiles, {}, constants, {}
+    partial = {"partial": "*fp32"}
+    for weights, precision in ((missing("left", "tap"), "ieee"), ({}, "tf32x3"), ({"rows": 1, "states": 1}, "bf16")):
+        constants = {"CHUNK": 64, "PRECISION": precision, "INNER": 32, **weights}
+        yield f"diagonal_tiles {precision}", reduced.diagonal_tiles, partial, constants, {}
+    for band, single in ((False, {}), (True, {"parts": 1, "rows": 1, "start": 1, "lag": 1})):
+        yield "add_parts", reduced.add_parts, partial, {"CHUNK": 64, "BAND": band, **single}, {}
     diagonal, scalar = sizes(triton_diagonal.Sizes), sizes(triton_scalar.Sizes)
     wide = {"num_warps": 8, "num_stages": 1}
     for flag, factors in ((False, missing("rate", "scale", "reset")), (True, {})):
