@@ -16,22 +16,7 @@ from unilinattn.kernels.launch import Factor
 TARGET = GPUTarget("cuda", 90, 32)
 
 FACTOR = Factor("*fp32", "i64", "i64", "i64", "i64")
-FACTORS = (
-    "query",
-    "key",
-    "decay",
-    "left",
-    "tap",
-    "read",
-    "write",
-    "rate",
-    "scale",
-    "value",
-    "grad",
-    "kernel",
-    "taps",
-    "crossed",
-)
+FACTORS = ("query", "key", "decay", "left", "tap", "read", "write", "rate", "scale", "value", "grad", "kernel")
 POINTERS = ("out", "total", "near", "entering", "leaving", "before", "after", "transition", "written")
 GRADIENTS = ("query", "key", "decay", "rate", "scale", "value")
 ARGUMENTS: dict[str, Any] = {
@@ -145,10 +130,9 @@ def per_head_cases() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any],
     ):
         constants = {"REACH": reach, "PRECISION": precision, "STATES": size, **single}
         rows = {"rows": 1} if single else {"left": None} if reach == 0 else {}
-        types = {"read": "*fp32"}
+        types = {"read": "*fp32", "write": "*fp32", "taps": FACTOR, "crossed": FACTOR}
         yield f"head_squares {precision}", per_head.head_squares, types, {**constants, **rows, "PAIRS": 16}, {}
         columns = {"tokens": 1, "width": 1, "blocks": 1} if single else {}
-        types = {"write": "*fp32"}
         yield f"head_writes {precision}", per_head.head_writes, types, {**constants, **columns}, {"num_warps": 1}
 
 
