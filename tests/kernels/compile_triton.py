@@ -112,7 +112,7 @@ def cases() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any], dict[str
             yield "weighted_tiles", toeplitz.weighted_tiles, {}, constants, options
     yield from per_head_cases()
     types = {"p": "fp32", **dict.fromkeys(("vectors", "weight", "reference"), "*fp32")}
-    for kind, precision in (("l2", "ieee"), ("alti", "tf32"), ("lp", "bf16")):
+    for kind, precision in (("l2", "ieee"), ("alti and l1", "tf32x3"), ("alti", "tf32"), ("lp", "bf16")):
         constants = {"KIND": kind, "PRECISION": precision, "OUT": norms.OUT, "PAIRS": 128, "CHANNELS": 32}
         yield f"pair_norms {kind}", norms.pair_norms, types, constants, {"num_warps": 8, "num_stages": 3}
 
