@@ -37,7 +37,10 @@ INNER = 2048
 """Fewest (head, state) pairs per panel; where memory allows, a panel has more, and fewer kernels start."""
 
 SHARE = 2
-"""Part of `max_memory`, one half, that the factors of a panel take at most unless `INNER` pairs need more."""
+"""The factors of a panel take at most one half of the memory that rows leave, unless `INNER` pairs need more."""
+
+COPIES = 4
+"""Copies of a block of rows for which `_heads_at_once` leaves memory, since callers hold some."""
 
 PROGRAMS = 1024
 """Programs that fill the diagonal: parts of the inner axis occupy a GPU that has too few rows."""
@@ -113,7 +116,8 @@ def _heads_at_once(rows: int, shape: tuple[int, int, int, int]) -> int:
     """Return the heads of a panel of `rows` rows."""
     batch, length, heads, state = shape
     element_bytes = 4
-    allowed_heads = allowed() // (SHARE * element_bytes * max(1, batch * state * _pair_elements(rows, length)))
+    remaining = allowed() // element_bytes - COPIES * batch * min(rows, length) * length
+    allowed_heads = remaining // (SHARE * max(1, batch * state * _pair_elements(rows, length)))
     return min(heads, max(1, INNER // state, allowed_heads))
 
 
