@@ -17,26 +17,35 @@ TARGET = GPUTarget("cuda", 90, 32)
 
 FACTOR = Factor("*fp32", "i64", "i64", "i64", "i64")
 FACTORS = ("query", "key", "decay", "left", "tap", "read", "write", "rate", "scale", "value", "grad", "kernel")
-POINTERS = ("out", "total", "entering", "leaving", "before", "after", "transition", "written")
+POINTERS = ("out", "total", "near", "entering", "leaving", "before", "after", "transition", "written")
 GRADIENTS = ("query", "key", "decay", "rate", "scale", "value")
 ARGUMENTS: dict[str, Any] = {
     **dict.fromkeys((*FACTORS, "row_weight", "row_scale"), FACTOR),
     **dict.fromkeys((*POINTERS, *(f"{name}_grad" for name in GRADIENTS)), "*fp32"),
     "reset": FACTOR._replace(data="*i1"),
 }
-"""Types of parameters: factors with strides, and pointers; all others are 64-bit integers."""
+"""Types of parameters: factors with strides, and pointers; all others are integers."""
 
 
-def compiled(kernel: Any, types: dict[str, Any], constants: dict[str, Any], **options: int) -> int:
-    """Compile one kernel and return the bytes of its machine code."""
+def compiled(kernel: Any, types: dict[str, Any], constants: dict[str, Any], integer: str, **options: int) -> int:
+    """Compile one kernel for integers of a type and return the bytes of its machine code."""
     function = kernel
     while not isinstance(function, triton.runtime.jit.JITFunction):
         function = function.fn
     names = inspect.signature(function.fn).parameters
     known = ARGUMENTS | types
-    signature = {name: "constexpr" if name in constants else known.get(name, "i64") for name in names}
+    signature = {
+        name: "constexpr" if name in constants else _with_integer(known.get(name, "i64"), integer) for name in names
+    }
     source = triton.compiler.ASTSource(fn=function, signature=signature, constexprs=constants)
     return len(triton.compile(source, target=TARGET, options=options).asm["cubin"])
+
+
+def _with_integer(types: Any, integer: str) -> Any:
+    """Return the type of an argument, or those of a record, with integers of a type."""
+    if isinstance(types, tuple):
+        return type(types)(*(_with_integer(each, integer) for each in types))
+    return integer if types == "i64" else types
 
 
 def cases() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any], dict[str, int]]]:
@@ -69,9 +78,12 @@ def cases() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any], dict[str
         constants |= {"ROWS": 64, "COLS": 64, "INNER": 32}
         constants |= {} if kind == "fold" else missing("row_weight", "row_scale")
         yield f"far_tiles {kind} {precision}", reduced.far_tiles, types, constants, {"num_stages": 3}
-    for weights, band, precision in ((missing("left", "tap"), False, "ieee"), ({}, True, "bf16")):
-        constants = {"CHUNK": 64, "BAND": band, "PRECISION": precision, "INNER": 32, **weights}
-        yield f"diagonal_tiles {precision}", reduced.diagonal_tiles, {}, constants, {}
+    partial = {"partial": "*fp32"}
+    for weights, precision in ((missing("left", "tap"), "ieee"), ({}, "tf32x3"), ({"rows": 1, "states": 1}, "bf16")):
+        constants = {"CHUNK": 64, "PRECISION": precision, "INNER": 32, **weights}
+        yield f"diagonal_tiles {precision}", reduced.diagonal_tiles, partial, constants, {}
+    for band, single in ((False, {}), (True, {"parts": 1, "rows": 1, "start": 1, "lag": 1})):
+        yield "add_parts", reduced.add_parts, partial, {"CHUNK": 64, "BAND": band, **single}, {}
     diagonal, scalar = sizes(triton_diagonal.Sizes), sizes(triton_scalar.Sizes)
     wide = {"num_warps": 8, "num_stages": 1}
     for flag, factors in ((False, missing("rate", "scale", "reset")), (True, {})):
@@ -101,15 +113,36 @@ def cases() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any], dict[str
             yield "weighted_tiles", toeplitz.weighted_tiles, {}, constants, options
     words = dict.fromkeys(("words", "sums"), "*i64")
     yield "chunk_sums", checksum.chunk_sums, words, {"CHUNK": 32768, "BLOCK": 1024}, {}
+    yield from per_head_cases()
     types = {"p": "fp32", **dict.fromkeys(("vectors", "weight", "reference"), "*fp32")}
-    for kind, precision in (("l2", "ieee"), ("alti", "tf32"), ("lp", "bf16")):
+    for kind, precision in (("l2", "ieee"), ("alti and l1", "tf32x3"), ("alti", "tf32"), ("lp", "bf16")):
         constants = {"KIND": kind, "PRECISION": precision, "OUT": norms.OUT, "PAIRS": 128, "CHANNELS": 32}
         yield f"pair_norms {kind}", norms.pair_norms, types, constants, {"num_warps": 8, "num_stages": 3}
+
+
+def per_head_cases() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any], dict[str, int]]]:
+    """Yield the cases of the weighted map."""
+    from unilinattn.kernels.weighted_map import triton_kernels as per_head
+
+    # An argument of one is a constant in the kernel that a launch compiles.
+    ones = {"heads": 1, "states": 1}
+    for reach, size, precision, single in (
+        (3, 16, "tf32x3", {}),
+        (0, 64, "ieee", {}),
+        (1, 16, "tf32x3", ones),
+    ):
+        constants = {"REACH": reach, "PRECISION": precision, "STATES": size, **single}
+        rows = {"rows": 1} if single else {"left": None} if reach == 0 else {}
+        types = {"read": "*fp32", "write": "*fp32", "taps": FACTOR, "crossed": FACTOR}
+        yield f"head_squares {precision}", per_head.head_squares, types, {**constants, **rows, "PAIRS": 16}, {}
+        columns = {"tokens": 1, "width": 1, "blocks": 1} if single else {}
+        yield f"head_writes {precision}", per_head.head_writes, types, {**constants, **columns}, {"num_warps": 1}
 
 
 if __name__ == "__main__":
     for name, kernel, types, constants, options in cases():
         begun = time.perf_counter()
-        size = compiled(kernel, types, constants, **options)
-        print(f"{name}: {size} bytes, {time.perf_counter() - begun:.1f} s", flush=True)
+        # A launch passes integers of 32 bits, or of 64 where they need them.
+        sizes = [compiled(kernel, types, constants, integer, **options) for integer in ("i32", "i64")]
+        print(f"{name}: {sizes[0]} bytes, {time.perf_counter() - begun:.1f} s", flush=True)
     sys.exit(0)

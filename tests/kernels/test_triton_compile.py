@@ -19,4 +19,4 @@ def test_every_kernel_compiles_for_sm_90(tmp_path: Path) -> None:
     program = [sys.executable, str(HERE / "compile_triton.py")]
     done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) >= 35, done.stdout
+    assert len(done.stdout.splitlines()) >= 41, done.stdout

@@ -65,6 +65,11 @@ def test_a_low_precision_product_rounds_only_its_inputs() -> None:
     assert check(vectors, weight, 2.0, None, 2 * 2**-7, precision="bf16") > 1e-4
 
 
+@pytest.mark.parametrize("order", [1.0, 2.0, "alti"])
+def test_the_default_precision_keeps_the_digits_of_float32(order: Order) -> None:
+    check(torch.randn(1, 200, 5, 7), torch.randn(1, 40, 200), order, reference(order, 5, 40, 1), 1e-6)
+
+
 @pytest.mark.parametrize("order", [1.0, float("inf")])
 @pytest.mark.parametrize("outs", [100, 300])
 def test_allocations_agree_with_the_documented_ones(outs: int, order: Order) -> None:
@@ -75,6 +80,8 @@ def test_allocations_agree_with_the_documented_ones(outs: int, order: Order) -> 
     counted = peak_of(lambda: form.norms(Products(vectors, weight), order=order)).peak
     # The scalar NaN of `poisoned` is one more element.
     assert documented / 2 <= counted <= documented + 4
+    both = peak_of(lambda: form.alti_norms(Products(vectors, weight), torch.zeros(2, 9, outs))).peak
+    assert documented / 2 <= both <= documented + 4 * (2 * 9 * outs + 1)
 
 
 def test_the_norms_of_alti_are_two_orders() -> None:

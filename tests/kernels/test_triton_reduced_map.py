@@ -8,7 +8,10 @@ from torch import Tensor
 
 from tests.kernels.maps import Factors, map_error
 from unilinattn.kernels.reduced_map import triton as form
+from unilinattn.kernels.reduced_map.tiled import HeadMap
 from unilinattn.kernels.reduced_map.triton_kernels import far_tiles
+from unilinattn.memory import max_memory
+from unilinattn.testing.peak import peak_of
 
 BATCH, HEADS, STATE = 2, 3, 3
 
@@ -21,6 +24,7 @@ def small(monkeypatch: pytest.MonkeyPatch, pinned: Callable[..., None]) -> None:
     monkeypatch.setattr(form, "CHUNK", 32)
     monkeypatch.setattr(form, "COLUMNS", 32)
     monkeypatch.setattr(form, "INNER", 6)
+    monkeypatch.setattr(form, "allowed", lambda: 0)
     pinned(far_tiles, ROWS=16, COLS=32, INNER=16)
 
 
@@ -86,3 +90,42 @@ def test_tokens_after_a_strong_decay_are_accurate() -> None:
     for strong in (-20.0, -1e3, -1e6):
         mixed = torch.where(torch.rand_like(decay) < 0.15, torch.tensor(strong), weak)
         assert compared(130, 1024, (None, None), given=(query, key, mixed)) < 2e-6
+
+
+@pytest.mark.parametrize("programs", [pytest.param(1, marks=pytest.mark.slow), 40, 1024])
+def test_parts_of_the_inner_axis_are_summed_in_their_order(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(form, "LEAST", 32)
+    monkeypatch.setattr(form, "PROGRAMS", programs)
+    length, heads, state = 40, 11, 9
+    query, key = torch.randn(2, BATCH, length, heads, state)
+    decay = -torch.rand(BATCH, length, heads, state).pow(6) * 80
+    given = query, key, decay.masked_fill(torch.rand(BATCH, length, 1, 1) < 0.02, -torch.inf)
+    one = torch.ones(BATCH, length, heads)
+    taps = {0: torch.randn_like(one), 3: torch.randn_like(one)}
+    assert compared(length, 1024, (torch.randn_like(one), taps), given=given) < 1e-5
+
+    def rows() -> Tensor:
+        of = HeadMap(lambda tokens, some: tuple(t[:, tokens, some] for t in given), tuple(decay.shape))
+        return torch.cat([block for _, block in form.reduced_rows(of, [slice(0, length)])])
+
+    assert torch.equal(rows(), rows())
+
+
+@pytest.mark.parametrize(("limit", "heads_at_once"), [(1 << 14, 4), (1 << 20, 7), (1 << 30, 24)])
+def test_panels_take_the_memory_that_is_documented(
+    limit: int, heads_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(form, "INNER", 64)
+    length, heads, state = 70, 24, 16
+    factors = -torch.rand(3, 1, length, heads, state)
+    of = HeadMap(lambda tokens, some: tuple(2 * t[:, tokens, some] for t in factors), tuple(factors.shape[1:]))
+
+    def block() -> None:
+        for _, rows in form.reduced_rows(of, [slice(10, length)]):
+            assert rows.shape == (1, 60, length)
+
+    with max_memory(limit):
+        assert form._heads_at_once(60, of.shape) == heads_at_once
+        block()
+        documented = 4 * form.held_elements(60, of.shape)
+        assert documented / 4 <= peak_of(block).peak <= documented

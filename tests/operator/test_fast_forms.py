@@ -8,8 +8,11 @@ from tests.hosts import every, every_host, named
 from unilinattn.errors import UncoveredError
 from unilinattn.kernels.contribution_norms import naive
 from unilinattn.kernels.contribution_norms.naive import Order, Products
+from unilinattn.kernels.weighted_map import tiled
 from unilinattn.memory import max_memory
-from unilinattn.mixers import DeltaRule, Dense, diagonal_decay
+from unilinattn.mixers import DeltaRule, Dense
+from unilinattn.operator import cost
+from unilinattn.operator.cost import tile_rows
 from unilinattn.operator.operator import MixerOperator
 from unilinattn.operator.pairwise import PairwiseContributions
 from unilinattn.operator.stages import Branch, Matrix, Mix, Scale
@@ -142,7 +145,17 @@ def test_norms_of_two_layers_are_those_of_their_sum() -> None:
 
 def test_squares_by_groups_of_heads_equal_those_of_all_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     host = named("mamba")
-    monkeypatch.setattr(diagonal_decay, "SQUARES", 5)
+    monkeypatch.setattr(tiled, "HEADS", 5)
     for layer in trace(host.model(), host.inputs(), dtype=torch.float64).layers:
         assert layer.operator.num_heads() % 5
         check_vectors(layer.operator)
+
+
+@pytest.mark.parametrize(("name", "on_a_gpu"), [("mamba", 256), ("gpt2", 512), ("qwen3 next", 64)])
+def test_tiles_have_more_rows_on_a_gpu(name: str, on_a_gpu: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = named(name)
+    form = trace(host.model(), host.inputs()).layers[0].operator.pairwise()
+    assert form is not None
+    assert tile_rows(form) == (512 if name == "gpt2" else 64)
+    monkeypatch.setitem(cost.TILE_ROWS, "cpu", 256)
+    assert tile_rows(form) == on_a_gpu

@@ -7,13 +7,12 @@ Elements include the result of an operation and not its inputs. A structure regi
 from functools import singledispatch
 
 from unilinattn.kernels.backend import implementation, uses_numba
-from unilinattn.kernels.reduced_map import tiled
 from unilinattn.kernels.scan import tiled as scan
 from unilinattn.kernels.scan.tiled import CHUNK, STATES, STEPS
 from unilinattn.mixers import CoreMixer, Dense, DiagonalDecay, Reversed, ScalarDecay, Toeplitz, ToeplitzLowRank
 from unilinattn.mixers.chunked import KEPT as KEPT_MATRICES
 from unilinattn.mixers.chunked import Chunked
-from unilinattn.mixers.diagonal_decay import SQUARES, VECTORS
+from unilinattn.mixers.diagonal_decay import VECTORS
 
 
 class MixerCost:
@@ -169,12 +168,12 @@ class DiagonalDecayCost(MixerCost):
         return self.batch * (heads * pairs + at_once * working)
 
     def weighted_elements(self, rows: int, cols: int, channels: int, lags: int) -> int:
-        """A square per head with its queries, and both factors of the squares that are computed at once."""
+        """The kernel's count of squares per head and their factors."""
         if channels != self.heads:
             return super().weighted_elements(rows, cols, channels, lags)
-        size, state = tiled.square_rows(rows), self.state
-        factors = 2 * (size + lags) + (2 + lags) * state
-        return self.batch * size * (self.heads * (size + lags + 3 * state) + min(self.heads, SQUARES) * factors)
+        shape = (self.batch, self.keys, self.heads, self.state)
+        elements: int = implementation("weighted_map", self.mixer.log_decay).held_elements(rows, cols, shape, lags)
+        return elements
 
     def reduced_elements(self, rows: int, channels: int) -> int:
         """The kernel's count, for one tile of heads."""

@@ -2,26 +2,24 @@
 
 from collections.abc import Iterable, Iterator
 from functools import partial
+from types import ModuleType
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from unilinattn.kernels.backend import implementation
-from unilinattn.kernels.groups import of_heads
-from unilinattn.kernels.reduced_map.dense import Taps, of_tokens
-from unilinattn.kernels.reduced_map.tiled import Buffers, HeadMap, square
+from unilinattn.kernels.reduced_map.dense import Taps
+from unilinattn.kernels.reduced_map.tiled import HeadMap
 from unilinattn.kernels.row_product.naive import Sign
 from unilinattn.kernels.scan.memories import Diagonal
-from unilinattn.kernels.scan.pairs import from_token, pairs
+from unilinattn.kernels.scan.pairs import pairs
 from unilinattn.kernels.scan.tiled import STEPS
 from unilinattn.kernels.subnormal import decays, flushed_
+from unilinattn.kernels.weighted_map.tiled import decayed_keys
 from unilinattn.memory import allowed, parts
 from unilinattn.mixers.base import ALL, Block, checked_factors, split_heads
 from unilinattn.mixers.continued import Continued, extended
-
-SQUARES = 128
-"""Number of heads whose squares on the diagonal are filled at once."""
 
 VECTORS = 8
 """Number of state vectors per row and head that are held while a square on the diagonal is filled."""
@@ -130,30 +128,13 @@ class DiagonalDecay(Continued):
             yield from super().weighted_blocks(rows, left, taps)
             return
         for tokens in parts(self.shape[2], rows):
-            near, read = self._squares(tokens, left, taps)
+            near, read = self._weighted_map.squares(self._memory, tokens, left, taps)
             yield tokens, partial(self._near_and_far, tokens, near, read, taps)
 
-    def _squares(
-        self, tokens: slice, left: Tensor | None, taps: Taps
-    ) -> tuple[Float[Tensor, "batch head row landed"], Float[Tensor, "batch head row state"]]:
-        """Return `square` of each head, for `SQUARES` heads at a time."""
-        batch, count = self.shape[0], tokens.stop - tokens.start
-        near = self.zeros((batch, self.heads, count, count + max(taps)))
-        read = self.zeros((batch, self.heads, count, self.state_size))
-        buffers = Buffers()
-        for heads in parts(self.heads, SQUARES):
-            query, key, decay = self.factors(tokens, heads)
-            shape = decay.shape[:3]
-            squares = square(
-                _as_batch(query.expand_as(decay)),
-                _as_batch(key.expand_as(decay)),
-                _as_batch(decay),
-                None if left is None else _as_batch(of_tokens(left, tokens)[..., heads].expand(shape)),
-                {lag: _as_batch(of_tokens(tap, tokens)[..., heads].expand(shape)) for lag, tap in taps.items()},
-                buffers=buffers,
-            )
-            near[:, heads], read[:, heads] = (t.unflatten(0, (batch, -1)) for t in squares)
-        return near, read
+    @property
+    def _weighted_map(self) -> ModuleType:
+        """The implementation of `kernels.weighted_map`."""
+        return implementation("weighted_map", self.log_decay)
 
     def _near_and_far(
         self,
@@ -167,13 +148,9 @@ class DiagonalDecay(Continued):
         reach, width = max(taps), cols.stop - cols.start
         total: Tensor | None = None
         if cols.start < tokens.start:
-            keys = self._decayed_keys(slice(cols.start, min(cols.stop + reach, tokens.start)), tokens.start)
-            write = keys.new_zeros(keys.shape[0], width, *keys.shape[2:])
-            for lag, tap in taps.items():
-                landed = of_tokens(tap, slice(cols.start + lag, min(cols.stop + lag, tokens.start))).unsqueeze(-1)
-                landed_keys = keys[:, lag : lag + width]
-                write[:, : landed_keys.shape[1]].addcmul_(landed_keys, landed)
-            total = read @ flushed_(write).permute(0, 2, 3, 1)
+            before = slice(cols.start, min(cols.stop + reach, tokens.start))
+            write = self._weighted_map.writes(self._memory, before, tokens.start, taps, width)
+            total = read @ write.mT
         # The square's columns begin `reach` tokens before its rows; columns after its last row are zero.
         origin, stop = tokens.start - reach, min(cols.stop, tokens.stop)
         first = max(cols.start, origin)
@@ -235,7 +212,7 @@ class DiagonalDecay(Continued):
         if cols.start < cut:
             query, _, decay = self.factors(rows, heads)
             read = flushed_(decays(decay.cumsum(1)) * query)
-            write = self._decayed_keys(slice(cols.start, min(cols.stop, cut)), cut, heads)
+            write = decayed_keys(self._memory, slice(cols.start, min(cols.stop, cut)), cut, heads)
             block[..., : cut - cols.start] = torch.einsum("bihn,bjhn->bhij", read, write)
         start = max(cols.start, cut)
         if start < min(rows.stop, cols.stop):
@@ -243,27 +220,7 @@ class DiagonalDecay(Continued):
             causal = pairs(query.expand_as(decay), key.expand_as(decay), decay)[..., : cols.stop - start]
             block[:, :, start - cut :, start - cols.start :][..., : causal.shape[-1]] = causal
 
-    def _decayed_keys(self, tokens: slice, cut: int, heads: slice = ALL) -> Float[Tensor, "batch token head state"]:
-        """Return the keys of `tokens`, decayed to the time just before token `cut`."""
-        key = of_heads(self.key[:, tokens], heads, self.heads)
-        if self.key_scale is not None:
-            key = key * self.key_scale[:, tokens, heads, None]
-        crossed = self.log_decay[:, tokens.stop : cut, heads].sum(1, keepdim=True)
-        exponent = from_token(self.log_decay[:, tokens, heads]) + crossed
-        # Summing before the rates multiply takes one number per head instead of one per coordinate.
-        decay = decays(exponent if self.rate is None else exponent * self.rate[heads])
-        if self.reset is not None:
-            later = self.reset[:, tokens.start : cut].flip(1).cumsum(1).flip(1)[:, 1:] > 0
-            forgotten = torch.nn.functional.pad(later, (0, 1))[:, : key.shape[1]]
-            decay = decay.masked_fill(forgotten[..., None, None], 0)
-        return flushed_(decay * key)
-
     def diagonal(self) -> Float[Tensor, "batch head length"]:
         """Return q_i . k_i."""
         query, key, _ = self.factors()
         return (query * key).sum(-1).transpose(1, 2).expand(-1, self.heads, -1)
-
-
-def _as_batch(factor: Float[Tensor, "batch token head *state"]) -> Float[Tensor, "batchhead token 1 *state"]:
-    """Move heads into the batch: (batch, token, head, ...) to (batch x head, token, 1, ...)."""
-    return factor.transpose(1, 2).flatten(0, 1).unsqueeze(2)

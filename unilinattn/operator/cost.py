@@ -23,10 +23,15 @@ from unilinattn.operator.stages import Branch, Chain, Matrix, Mix, Stage, Unmapp
 TILE = 64
 """Rows of a tile of pairwise contributions."""
 
-FOLDED_TILE = 512
-"""Rows of a tile where W is applied to the values of each head: a pair costs so little that calls count.
+TILE_ROWS = {"cuda": 256}
+"""Most rows of a tile by device type, else `TILE`: starting kernels takes most of the time of small tiles on a GPU.
 
-Memories that are computed chunk by chunk have blocks of `TILE` rows."""
+Memories that are computed chunk by chunk have `TILE` rows."""
+
+FOLDED_TILE = 512
+"""Most rows of a tile where W is applied to the values of each head: a pair costs so little that calls count.
+
+Memories that are computed chunk by chunk have `TILE` rows here too."""
 
 COLUMNS = {"cpu": 32, "cuda": 256}
 """Columns of a tile by device type, else `TILE`: enough for the product with the output projection to run at full rate
@@ -190,7 +195,8 @@ def tile_rows(
         return width * tile_elements(form, rows, columns, extra_tiles=extra_tiles, split=split)
 
     chunked = any(isinstance(term.mixer, Chunked) for term in form.terms)
-    return rows_within(size, TILE if form.folded is None or chunked else FOLDED_TILE, subject)
+    most = TILE_ROWS.get(form.values.device.type, TILE) if form.folded is None else FOLDED_TILE
+    return rows_within(size, TILE if chunked else most, subject)
 
 
 def tile_elements(

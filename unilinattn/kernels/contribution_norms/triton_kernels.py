@@ -50,7 +50,10 @@ def pair_norms(
     PAIRS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """Write the partial norms of some pairs over a block of outputs of W v; pairs run over the columns of each row."""
+    """Write the partial norms of some pairs over a block of outputs of W v; pairs run over the columns of each row.
+
+    The kind "alti and l1" writes both numbers of a pair, those of l1 after all of "alti".
+    """
     group = tl.program_id(2).to(tl.int64)
     pair = tl.program_id(0).to(tl.int64) * PAIRS + tl.arange(0, PAIRS)
     d = tl.program_id(1).to(tl.int64) * OUT + tl.arange(0, OUT)
@@ -65,7 +68,7 @@ def pair_norms(
         w = tl.load(weight + c[None, :] * w_channel, mask=wanted[:, None] & live[None, :], other=0.0).to(tl.float32)
         v = tl.load(vectors + c[:, None] * v_channel, mask=live[:, None] & here[None, :], other=0.0).to(tl.float32)
         acc = product(w, v, acc, PRECISION)
-    if KIND == "alti" or KIND == "dot":
+    if KIND == "alti" or KIND == "alti and l1" or KIND == "dot":
         offset = group // per_sequence * y_batch + row[None, :] * y_row + d[:, None] * y_out
         y = tl.load(reference + offset, mask=wanted[:, None] & here[None, :], other=0.0).to(tl.float32)
     if KIND == "l1":
@@ -77,10 +80,13 @@ def pair_norms(
         total = tl.sum(tl.exp(p * tl.log(tl.abs(acc))), 0)
     if KIND == "max":
         total = tl.max(tl.abs(acc), 0)
-    if KIND == "alti":
+    if KIND == "alti" or KIND == "alti and l1":
         along = tl.where(y < 0, -acc, acc)
         total = tl.sum(tl.minimum(along, 2 * tl.abs(y) - along), 0)
     if KIND == "dot":
         total = tl.sum(acc * y, 0)
     offset = (tl.program_id(1).to(tl.int64) * tl.num_programs(2) + group) * pairs + pair
     tl.store(out + offset, total, mask=here)
+    if KIND == "alti and l1":
+        second = out + tl.num_programs(1).to(tl.int64) * tl.num_programs(2) * pairs
+        tl.store(second + offset, tl.sum(tl.abs(acc), 0), mask=here)

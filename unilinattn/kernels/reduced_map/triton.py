@@ -13,9 +13,16 @@ from unilinattn.kernels.launch import Factor, Precision, factor, on, power
 from unilinattn.kernels.reduced_map import tiled
 from unilinattn.kernels.reduced_map.dense import of_tokens
 from unilinattn.kernels.reduced_map.tiled import HeadMap
-from unilinattn.kernels.reduced_map.triton_kernels import SUB, PanelSizes, chunk_factors, diagonal_tiles, far_tiles
+from unilinattn.kernels.reduced_map.triton_kernels import (
+    SUB,
+    PanelSizes,
+    add_parts,
+    chunk_factors,
+    diagonal_tiles,
+    far_tiles,
+)
 from unilinattn.kernels.row_product.naive import Sign
-from unilinattn.memory import parts
+from unilinattn.memory import allowed, parts
 
 CHUNK = 64
 """Tokens per chunk, whose factors share a reference: the chunk's end for writes, its beginning for reads."""
@@ -27,7 +34,19 @@ COLUMNS = 4096
 """Columns per panel."""
 
 INNER = 2048
-"""(head, state) pairs per panel."""
+"""Fewest (head, state) pairs per panel; where memory allows, a panel has more, and fewer kernels start."""
+
+SHARE = 2
+"""The factors of a panel take at most one half of the memory that rows leave, unless `INNER` pairs need more."""
+
+COPIES = 4
+"""Copies of a block of rows for which `_heads_at_once` leaves memory, since callers hold some."""
+
+PROGRAMS = 1024
+"""Programs that fill the diagonal: parts of the inner axis occupy a GPU that has too few rows."""
+
+LEAST = 128
+"""Fewest (head, state) pairs of a part of the inner axis, a multiple of 32; each part writes a separate sum."""
 
 
 class Panel(NamedTuple):
@@ -61,11 +80,10 @@ def reduced_rows(
         # A tap that crosses a whole chunk would need the factors of more than two chunks per column.
         yield from tiled.reduced_rows(head_map, blocks)
         return
-    batch, length, heads, state = head_map.shape
-    step = max(1, INNER // state)
+    batch, length, heads, _ = head_map.shape
     for rows in blocks:
         block: Tensor | None = None
-        for tile in parts(heads, step):
+        for tile in parts(heads, _heads_at_once(rows.stop - rows.start, head_map.shape)):
             row_block = RowBlock(head_map, rows, tile, precision)
             for panel in row_block.panels(COLUMNS):
                 if block is None:
@@ -79,12 +97,38 @@ def reduced_rows(
 
 def held_elements(rows: int, shape: tuple[int, int, int, int]) -> int:
     """Return the elements that `reduced_rows` holds for blocks of `rows` rows, the block included."""
-    batch, length, heads, state = shape
-    inner = min(heads, max(1, INNER // state)) * state
+    batch, length, _, state = shape
+    inner = _heads_at_once(rows, shape) * state
+    padded = -(-min(rows, length) // CHUNK) * CHUNK
+    count, _ = _inner_parts(inner, padded // SUB * batch)
+    return batch * (padded * length + inner * _pair_elements(rows, length) + count * padded * CHUNK)
+
+
+def _pair_elements(rows: int, length: int) -> int:
+    """Return the elements of the factors of a panel for each (head, state) pair of a sequence."""
     rows = -(-min(rows, length) // CHUNK) * CHUNK
     columns = -(-max(rows, min(COLUMNS, length)) // CHUNK) * CHUNK
     # Query, key, decay, their writes, two planes of them and one copy, and a decay for each pair of chunks.
-    return batch * (rows * length + inner * (rows + 7 * columns + rows * columns // CHUNK**2))
+    return rows + 7 * columns + rows * columns // CHUNK**2
+
+
+def _heads_at_once(rows: int, shape: tuple[int, int, int, int]) -> int:
+    """Return the heads of a panel of `rows` rows."""
+    batch, length, heads, state = shape
+    element_bytes = 4
+    remaining = allowed() // element_bytes - COPIES * batch * min(rows, length) * length
+    allowed_heads = remaining // (SHARE * max(1, batch * state * _pair_elements(rows, length)))
+    return min(heads, max(1, INNER // state, allowed_heads))
+
+
+def _inner_parts(inner: int, programs: int) -> tuple[int, int]:
+    """Return the number of parts of an inner axis, each for `programs` programs, and the (head, state) pairs of each.
+
+    The sizes alone decide, so a sum has the same order in each run.
+    """
+    width = max(LEAST, -(-inner * programs // PROGRAMS))
+    width = -(-width // 32) * 32
+    return -(-inner // width), width
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,27 +178,40 @@ class RowBlock:
         rows = self.rows
         query, key, decay = self._factors_of(rows)
         batch, count, heads, state = decay.shape
-        row_chunks = -(-count // CHUNK)
+        padded, inner = -(-count // CHUNK) * CHUNK, heads * state
+        tiles = padded // SUB
+        number, width = _inner_parts(inner, tiles * batch)
+        partial = torch.empty(number, batch, padded, CHUNK, dtype=torch.float32, device=decay.device)
         landing: Mapping[int, Tensor | None] = self.head_map.taps or {0: None}
         for lag, tap in landing.items():
             with on(out):
-                diagonal_tiles[(row_chunks * (CHUNK // SUB), batch)](
+                diagonal_tiles[(tiles, batch, number)](
                     factor(query),
                     factor(key),
                     factor(decay),
                     self._weight(self.head_map.left, rows, decay),
                     self._weight(tap, rows, decay),
-                    out,
-                    *out.stride()[:2],
-                    heads * state,
+                    partial,
+                    inner,
                     state,
                     count,
+                    padded,
+                    width,
+                    CHUNK=CHUNK,
+                    PRECISION=self.precision,
+                    INNER=power(min(32, inner), 16),
+                )
+                add_parts[(tiles, batch)](
+                    partial,
+                    out,
+                    *out.stride()[:2],
+                    number,
+                    count,
+                    padded,
                     rows.start,
                     lag,
                     CHUNK=CHUNK,
                     BAND=band,
-                    PRECISION=self.precision,
-                    INNER=power(min(32, heads * state), 16),
                 )
 
     def _tokens(self, chunks: tuple[int, int]) -> tuple[slice, int]:

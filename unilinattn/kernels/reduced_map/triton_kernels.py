@@ -191,42 +191,39 @@ def diagonal_tiles(
     decay,
     left,
     tap,
-    out,
-    out_batch,
-    out_row,
+    partial,
     inner,
     states,
     rows,
-    start,
-    lag,
+    padded,
+    width,
     CHUNK: tl.constexpr,
-    BAND: tl.constexpr,
     PRECISION: tl.constexpr,
     INNER: tl.constexpr,
 ):
-    """Add to a map or a band the weights of SUB rows on their chunk's tokens; a token's column is `lag` before it.
+    """Write the weights of SUB rows on their chunk's tokens, summed over a part of the inner axis.
 
-    `left` and `tap` may be None. Rows 32 to 47 of a chunk, for example, take the columns 0 to 31 by one product, whose
-    factors decay to row 32, and the columns 32 to 47 pair by pair: a product around one token would need decays to a
-    later or an earlier one, whose exponentials over- or underflow.
+    `left` and `tap` may be None. `partial` is (part, batch, row, token of the chunk) with `padded` rows, and a part has
+    `width` (head, state) pairs, a multiple of 32; entries of tokens after the SUB rows stay as they are. Rows 32 to 47
+    of a chunk, for example, take the tokens 0 to 31 by one product, whose factors decay to row 32, and the tokens 32 to
+    47 pair by pair: a product around one token would need decays to a later or an earlier one, whose exponentials over-
+    or underflow.
     """
     SUB: tl.constexpr = 16
     PAIRS: tl.constexpr = 16
+    part = tl.program_id(2).to(tl.int64)
     batch = tl.program_id(1).to(tl.int64)
     sub = tl.program_id(0).to(tl.int64)
     chunk = sub // (CHUNK // SUB)
     cut = sub * SUB
     i = cut + tl.arange(0, SUB)
-    shift = start - lag
-    if BAND:
-        shift = CHUNK - chunk * CHUNK - lag
-    out += batch * out_batch
+    out_row = partial + ((part * tl.num_programs(1) + batch) * padded + i)[:, None] * CHUNK
     if (cut > chunk * CHUNK) & (cut < rows):
-        # Columns before the sub-block: one product around its first row.
+        # Tokens before the sub-block: one product around its first row.
         j = chunk * CHUNK + tl.arange(0, CHUNK)
         acc = tl.zeros((SUB, CHUNK), dtype=tl.float32)
-        for begin in range(0, inner, INNER):
-            n = begin + tl.arange(0, INNER).to(tl.int64)
+        for begin in range(0, width, INNER):
+            n = part * width + begin + tl.arange(0, INNER)
             head, state = (n // states)[None, :], (n % states)[None, :]
             n_live = (n < inner)[None, :]
             live = (i < rows)[:, None] & n_live
@@ -236,13 +233,11 @@ def diagonal_tiles(
             g = load(decay, batch, j[:, None] + 1, head, state, (j + 1 < cut)[:, None] & n_live)
             b = k * tl.exp(tl.cumsum(g, 0, reverse=True))
             acc = product(a, tl.trans(b), acc, PRECISION)
-        mask = (i < rows)[:, None] & ((start + j >= lag) & (j < cut))[None, :]
-        target = out + i[:, None] * out_row + (shift + j)[None, :]
-        tl.store(target, tl.load(target, mask=mask, other=0.0) + acc, mask=mask)
+        tl.store(out_row + (j - chunk * CHUNK)[None, :], acc, mask=(i < rows)[:, None] & (j < cut)[None, :])
     later = tl.arange(0, SUB)[:, None] > tl.arange(0, SUB)[None, :]
     square = tl.zeros((SUB, SUB), dtype=tl.float32)
-    for begin in range(0, inner, PAIRS):
-        n = begin + tl.arange(0, PAIRS).to(tl.int64)
+    for begin in range(0, width, PAIRS):
+        n = part * width + begin + tl.arange(0, PAIRS)
         head, state = (n // states)[None, :], (n % states)[None, :]
         live = (i < rows)[:, None] & (n < inner)[None, :]
         g = load(decay, batch, i[:, None], head, state, live)
@@ -251,7 +246,38 @@ def diagonal_tiles(
         steps = tl.where(later[:, :, None], g[:, None, :], 0.0)
         pairs = q[:, None, :] * tl.exp(tl.cumsum(steps, 0)) * k[None, :, :]
         square += tl.sum(pairs, 2)
-    seen = tl.arange(0, SUB)[:, None] >= tl.arange(0, SUB)[None, :]
-    mask = (i < rows)[:, None] & (start + i >= lag)[None, :] & seen
-    target = out + i[:, None] * out_row + (shift + i)[None, :]
-    tl.store(target, tl.load(target, mask=mask, other=0.0) + square, mask=mask)
+    tl.store(out_row + (i - chunk * CHUNK)[None, :], square, mask=(i < rows)[:, None] & (i < rows)[None, :])
+
+
+@triton.jit
+@no_type_check
+def add_parts(
+    partial,
+    out,
+    out_batch,
+    out_row,
+    parts,
+    rows,
+    padded,
+    start,
+    lag,
+    CHUNK: tl.constexpr,
+    BAND: tl.constexpr,
+):
+    """Add the parts of SUB rows, in their order, to a map or a band; the column of a token is `lag` before it."""
+    SUB: tl.constexpr = 16
+    batch = tl.program_id(1).to(tl.int64)
+    i = tl.program_id(0).to(tl.int64) * SUB + tl.arange(0, SUB)
+    chunk = tl.program_id(0).to(tl.int64) // (CHUNK // SUB)
+    j = chunk * CHUNK + tl.arange(0, CHUNK)
+    mask = (i < rows)[:, None] & (i[:, None] >= j[None, :]) & (start + j >= lag)[None, :]
+    entry = partial + (batch * padded + i)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+    total = tl.zeros((SUB, CHUNK), dtype=tl.float32)
+    for _ in range(0, parts):
+        total += tl.load(entry, mask=mask, other=0.0)
+        entry += tl.num_programs(1).to(tl.int64) * padded * CHUNK
+    shift = start - lag
+    if BAND:
+        shift = CHUNK - chunk * CHUNK - lag
+    target = out + batch * out_batch + i[:, None] * out_row + (shift + j)[None, :]
+    tl.store(target, tl.load(target, mask=mask, other=0.0) + total, mask=mask)
