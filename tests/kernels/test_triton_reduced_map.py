@@ -93,7 +93,10 @@ def test_tokens_after_a_strong_decay_are_accurate() -> None:
 
 
 @pytest.mark.parametrize("programs", [pytest.param(1, marks=pytest.mark.slow), 40, 1024])
-def test_parts_of_the_inner_axis_are_summed_in_their_order(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_the_inner_axis_are_summed_in_their_order(
+    programs: int, monkeypatch: pytest.MonkeyPatch, pinned: Callable[..., None]
+) -> None:
+    pinned(far_tiles)
     monkeypatch.setattr(form, "LEAST", 32)
     monkeypatch.setattr(form, "PROGRAMS", programs)
     length, heads, state = 40, 11, 9
@@ -113,8 +116,9 @@ def test_parts_of_the_inner_axis_are_summed_in_their_order(programs: int, monkey
 
 @pytest.mark.parametrize(("limit", "heads_at_once"), [(1 << 14, 4), (1 << 20, 7), (1 << 30, 24)])
 def test_panels_take_the_memory_that_is_documented(
-    limit: int, heads_at_once: int, monkeypatch: pytest.MonkeyPatch
+    limit: int, heads_at_once: int, monkeypatch: pytest.MonkeyPatch, pinned: Callable[..., None]
 ) -> None:
+    pinned(far_tiles)
     monkeypatch.setattr(form, "INNER", 64)
     length, heads, state = 70, 24, 16
     factors = -torch.rand(3, 1, length, heads, state)

@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from unilinattn.kernels.backend import using
 from unilinattn.kernels.scan.memories import Diagonal
 from unilinattn.kernels.weighted_map import naive, tiled, triton
 from unilinattn.memory import parts
+from unilinattn.mixers import DiagonalDecay
 from unilinattn.testing import relative_error
 from unilinattn.testing.peak import peak_of
 
@@ -130,3 +132,34 @@ def test_allocations_are_at_most_the_documented_ones(rows: int) -> None:
     block()
     documented = 4 * triton.held_elements(rows, 128, (BATCH, 200, HEADS, 16), len(taps))
     assert documented / 3 <= peak_of(block).peak <= documented
+
+
+@pytest.mark.parametrize("groups", [1, 2, HEADS])
+def test_the_blocks_of_a_mixer_use_the_kernels(groups: int) -> None:
+    length = 70
+    memory = memory_of(length, torch.float32, groups=groups, rated=True)
+    left, taps = weights_of(length, torch.float32, (0, 1, 3))
+    given = (memory.query, memory.key, memory.log_decay)
+    mixer = DiagonalDecay(*given, key_scale=memory.key_scale, rate=memory.rate, reset=memory.reset)
+    wide = DiagonalDecay(
+        *(t.double() for t in given),
+        key_scale=mixer.key_scale.double(),
+        rate=mixer.rate.double(),
+        reset=memory.reset,
+    )
+
+    def tiles(mixer: DiagonalDecay, left: Tensor, taps: dict[int, Tensor]) -> list[Tensor]:
+        blocks = mixer.weighted_blocks(32, left, taps)
+        return [block(cols) for _, block in blocks for cols in parts(length, 24)]
+
+    with using("triton"):
+        actual = tiles(mixer, left, taps)
+    with using("torch"):
+        expected = tiles(wide, left.double(), {lag: tap.double() for lag, tap in taps.items()})
+    assert len(actual) == 9
+    for one, other in zip(actual, expected, strict=True):
+        assert one.shape == other.shape
+        if other.any():
+            assert relative_error(one.to(other), other) < 2e-6
+        else:
+            assert not one.any()
