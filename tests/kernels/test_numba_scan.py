@@ -235,6 +235,6 @@ from tests.kernels.test_numba_scan import defined, error, form, inputs_of, scan,
 assert error(scan(form, *inputs_of(3, 2)), defined(wide(inputs_of(3, 2)))) < 2e-6
 assert not form.loops.scan.stats.cache_path
 """
-    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, check=False)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

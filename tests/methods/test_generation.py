@@ -27,6 +27,7 @@ from unilinattn.frozen.run import FrozenRun
 from unilinattn.testing import promoted
 from unilinattn.testing.hosts import basic, delta, latent, recurrent
 from unilinattn.testing.hosts import mamba as mamba_hosts
+from unilinattn.tracing import weights
 from unilinattn.viz.colours import shown
 
 PROMPT = "The capital of France"
@@ -261,3 +262,18 @@ def test_real_hosts_generate() -> None:
             largest = alone.scores.abs().max()
             assert torch.allclose(result.scores[0, row], alone.scores[0], rtol=1e-3, atol=1e-4 * largest), host.name
     assert len(classes) > 35
+
+
+def test_the_weights_are_not_read_again_for_each_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    comparisons: list[int] = []
+    checksums = weights._checksums
+
+    def counted(module: torch.nn.Module, by_id: Any) -> Any:
+        comparisons[-1] += 1
+        return checksums(module, by_id)
+
+    monkeypatch.setattr(weights, "_checksums", counted)
+    for count in (2, 6):
+        comparisons.append(0)
+        explained(method="lrp", max_new_tokens=count)
+    assert comparisons[0] == comparisons[1] > 0

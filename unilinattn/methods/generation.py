@@ -91,7 +91,8 @@ def explain_generation(
         targets = text.ids[0, text.first :].tolist()
         names_a_logit = entry.options is not None and "logit" in entry.options.model_fields
         rows = []
-        with one_run(traced, positions):
+        # The weights are those of the trace, which has just ended: none is read again for each token.
+        with one_run(traced, positions), traced.weights.compared():
             for position, token in zip(steps(positions, "generated tokens"), targets, strict=True):
                 keywords = {**options, **({"logit": token} if names_a_logit else {})}
                 with advised(traced, position, entry, keywords):
