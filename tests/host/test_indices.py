@@ -6,16 +6,31 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from transformers import BartConfig, BartModel, GPT2Config, GPT2LMHeadModel
 
 import unilinattn as ula
 from tests.methods.refused import HOSTS
 from unilinattn.discovery import search
+from unilinattn.errors import InputError
+from unilinattn.host import indices
 from unilinattn.host.indices import CheckedIndices
 
 TABLE = torch.arange(12.0).view(3, 4)
+
+
+def gpt2_of(positions: int) -> nn.Module:
+    return GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=20, n_positions=positions)).eval()
+
+
+def bart_of(positions: int) -> nn.Module:
+    sizes = {"encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    config = BartConfig(
+        d_model=16, encoder_layers=1, decoder_layers=1, vocab_size=20, max_position_embeddings=positions, **sizes
+    )
+    return BartModel(config).eval()
 
 
 def at(*index: int) -> Tensor:
@@ -69,6 +84,18 @@ def test_indices_of_other_kinds_pass() -> None:
         assert TABLE[TABLE > 5].shape == (6,)
         assert TABLE[at().long()].shape == (0, 4)
         assert TABLE[1, ..., None].shape == (4, 1)
+
+
+@pytest.mark.parametrize("model", [gpt2_of(4), bart_of(4)], ids=["GPT-2", "BART"])
+def test_ids_beyond_a_table_are_refused_in_the_words_of_a_cpu(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The ids are beyond the table of positions, which BART's class reads at other numbers.
+    ids = torch.arange(15, 19).unsqueeze(0)
+    monkeypatch.setattr(indices, "_on_gpu", lambda tensor: True)
+    ula.trace(model, ids, progress=False)
+    with pytest.raises(InputError, match=r"the inputs have 9 tokens, and .* has positions for 4; give a shorter text"):
+        ula.trace(model, torch.arange(9).unsqueeze(0), progress=False)
 
 
 def test_a_trial_of_repeated_tokens_ends_before_it_fills_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,18 +23,21 @@ def checked_indices(model: nn.Module) -> Iterator[None]:
 
     Waits for the GPU at each lookup.
     """
-    if not any(parameter.is_cuda for parameter in model.parameters()):
+    if not any(map(_on_gpu, model.parameters())):
         yield
         return
     with CheckedIndices():
         yield
 
 
-def check_rows(table: nn.Module, inputs: tuple[tuple[Any, ...], Mapping[str, Any]]) -> None:
+def check_rows(module: nn.Module, inputs: tuple[tuple[Any, ...], Mapping[str, Any]]) -> None:
     """Raise `IndexError` for a call of an embedding on a GPU with an index out of range."""
-    if isinstance(table, nn.Embedding) and table.weight.is_cuda:
+    # A subclass, such as that of BART's positions, may compute its indices from other arguments.
+    if not isinstance(module, nn.Embedding) or type(module).forward is not nn.Embedding.forward:
+        return
+    if _on_gpu(module.weight):
         args, kwargs = inputs
-        _check(kwargs["input"] if "input" in kwargs else args[0], len(table.weight))
+        _check(kwargs["input"] if "input" in kwargs else args[0], module.num_embeddings)
 
 
 class CheckedIndices(TorchFunctionMode):
@@ -48,6 +51,10 @@ class CheckedIndices(TorchFunctionMode):
             with torch._C.DisableTorchFunction():
                 rule(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+def _on_gpu(tensor: Any) -> bool:
+    return isinstance(tensor, Tensor) and tensor.is_cuda
 
 
 def _along(tensor: Tensor, dim: Any = None, index: Any = None, *_: Any, **__: Any) -> None:
