@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -64,8 +64,8 @@ def measured(case: Case, place: Place, seconds: float, *, growth: bool) -> dict[
 
 def everything(
     device: str, *, quick: bool, seconds: float, only: Collection[str] = (), with_goals: bool = False
-) -> dict[str, Any]:
-    """Check every operation, then measure every case; print one line for each.
+) -> Iterator[dict[str, Any]]:
+    """Check every operation, then measure every case; print one line for each, and yield the figures so far.
 
     `only`: operations, by default all. `with_goals`: only cases with a goal, and without the growth of processes.
     """
@@ -85,26 +85,29 @@ def everything(
     # Imported objects are never freed: exclude them from the collector, which would visit them at every collection.
     gc.collect()
     gc.freeze()
-    place, rows = Place(NARROW if quick else PUBLISHED, device), []
+    place = Place(NARROW if quick else PUBLISHED, device)
+    rows: list[dict[str, Any]] = []
+    settings = {"dtype": "float32", "width": place.sizes.width, "inner": place.sizes.inner, "state": place.sizes.state}
+    figures = {"device": device, "machine": machine(device), "settings": settings, "checks": checks, "rows": rows}
     for case in listed:
         row = measured(case, place, seconds, growth=not with_goals)
         # Goals hold for the published sizes.
         row["goals"] = {} if quick else row["goals"]
         rows.append(row)
         print(_line(row), flush=True)
-    settings = {"dtype": "float32", "width": place.sizes.width, "inner": place.sizes.inner, "state": place.sizes.state}
-    return {"device": device, "machine": machine(device), "settings": settings, "checks": checks, "rows": rows}
+        yield figures
 
 
 def merged(recorded: dict[str, Any], figures: dict[str, Any]) -> dict[str, Any]:
-    """Return figures of some operations with the recorded ones of the others."""
+    """Return figures of some cases with the recorded ones of the others."""
 
-    def both(name: str) -> list[dict[str, Any]]:
-        measured = {row["operation"] for row in figures[name]}
-        kept = [row for row in recorded[name] if row["operation"] not in measured]
-        return sorted([*kept, *figures[name]], key=lambda row: (row["structure"], row["length"]))
+    def both(name: str, axes: Sequence[str]) -> list[dict[str, Any]]:
+        rows = {tuple(row[axis] for axis in axes): row for row in (*recorded[name], *figures[name])}
+        return sorted(rows.values(), key=lambda row: (row["structure"], row["length"]))
 
-    return {**figures, "checks": both("checks"), "rows": both("rows")}
+    # All checks of an operation have one length.
+    pair = ("operation", "structure")
+    return {**figures, "checks": both("checks", pair), "rows": both("rows", (*pair, "length"))}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -144,17 +147,21 @@ def main(arguments: list[str] | None = None) -> None:
             parser.error(f"--only: the recorded figures are of {earlier[0]['machine']}, and this is {now}")
         # transformers logs one message per layer about its sequential path, which is the one measured.
         logging.getLogger("transformers").setLevel(logging.ERROR)
+        results.mkdir(parents=True, exist_ok=True)
+        path = results / f"{'avx2' if options.avx2 else options.device}.json"
         with torch.no_grad():
-            figures = everything(
+            for figures in everything(
                 options.device,
                 quick=options.quick,
                 seconds=options.seconds,
                 only=options.only,
                 with_goals=options.avx2,
-            )
-        results.mkdir(parents=True, exist_ok=True)
-        figures = merged(earlier[0], figures) if earlier else figures
-        (results / f"{'avx2' if options.avx2 else options.device}.json").write_text(page.stored(figures))
+            ):
+                if earlier:
+                    # Rows of a run that is cut short stay; a whole run writes none before it ends.
+                    path.write_text(page.stored(merged(earlier[0], figures)))
+        if not earlier:
+            path.write_text(page.stored(figures))
     if options.avx2 and options.out:
         # The page compares this run with a whole one.
         return

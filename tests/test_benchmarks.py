@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from benchmarks import card, cases, checks, disk, fused, models, page, sketch, structures, throughput
+from benchmarks.__main__ import merged
 from benchmarks.cases import Case, Prepared
 from benchmarks.growth import grown
 from benchmarks.memory import usage
@@ -190,6 +191,22 @@ def test_growth_is_measured_in_a_separate_process(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(subprocess, "run", run)
     assert grown(Case("map", "mamba", 64), 1) == 12345
     assert commands[0][1:] == ["-m", "benchmarks.growth", "map", "mamba", "64", "1"]
+
+
+def test_figures_of_a_run_that_was_cut_short_replace_those_of_its_cases() -> None:
+    def figures(machine: str, *rows: tuple[str, int]) -> dict[str, Any]:
+        checks = [{"operation": "map", "structure": "mamba", "length": 8, "error": machine}]
+        each = [{"operation": name, "structure": "mamba", "length": n, "seconds": [machine]} for name, n in rows]
+        return {"machine": machine, "checks": checks, "rows": each}
+
+    earlier = figures("then", ("map", 16), ("map", 32), ("alti", 16))
+    both = merged(earlier, figures("now", ("map", 32)))
+    assert [(row["operation"], row["length"], *row["seconds"]) for row in both["rows"]] == [
+        ("map", 16, "then"),
+        ("alti", 16, "then"),
+        ("map", 32, "now"),
+    ]
+    assert [check["error"] for check in both["checks"]] == ["now"]
 
 
 def test_a_model_of_a_published_size_is_measured_by_steps() -> None:
