@@ -13,6 +13,7 @@ from unilinattn.errors import ExactnessWarning, UncoveredError, UnknownArchitect
 from unilinattn.models import S4D
 from unilinattn.testing import TOLERANCES, left_as_found, relative_error
 from unilinattn.testing.hosts import randomize
+from unilinattn.tracing import agreement
 
 WIDTH, VOCABULARY = 6, 30
 IDS = torch.randint(VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(1))
@@ -239,7 +240,8 @@ def test_an_added_argument_that_changes_the_output_is_a_warning() -> None:
     assert ula.trace(model, given).warnings == ula.trace(model, IDS).warnings == ()
 
 
-def test_an_attention_implementation_of_another_result_is_a_warning() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_attention_implementation_of_another_result_is_a_warning(dtype: torch.dtype) -> None:
     """Gemma 2's fused attention has no soft cap in some versions; here a patched one stands for it."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -251,6 +253,7 @@ def test_an_attention_implementation_of_another_result_is_a_warning() -> None:
 
     tiny = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
     model = randomize(transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=VOCABULARY, **tiny))).eval()
+    model = model.to(dtype)
     assert ula.trace(model, IDS).warnings == ()
     ALL_ATTENTION_FUNCTIONS["sdpa"] = doubled
     try:
@@ -258,3 +261,15 @@ def test_an_attention_implementation_of_another_result_is_a_warning() -> None:
     finally:
         del ALL_ATTENTION_FUNCTIONS["sdpa"]
     assert "with its attention implementation (sdpa) returns another output" in warning
+
+
+@pytest.mark.parametrize("is_rounding", [True, False])
+def test_rounding_that_layers_add_up_is_no_other_result(is_rounding: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many layers in bfloat16 differ by more than one may; here the limit is that of fewer bits."""
+    sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=VOCABULARY, **sizes)).eval().bfloat16()
+    monkeypatch.setattr(agreement, "_accepted", lambda output: 1e-5)
+    if not is_rounding:
+        monkeypatch.setattr(agreement, "_is_rounding", lambda *_: False)
+    warnings = ula.trace(model, torch.arange(24).remainder(VOCABULARY).unsqueeze(0)).warnings
+    assert len(warnings) == (not is_rounding)
