@@ -47,13 +47,13 @@ def measured(label: str, call: Callable[[], Any], device: str) -> tuple[dict[str
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    held = torch.cuda.memory_allocated() if device == "cuda" else 0
+    before = torch.cuda.memory_allocated() if device == "cuda" else 0
     start = time.perf_counter()
     result = call()
     if device == "cuda":
         torch.cuda.synchronize()
     seconds = time.perf_counter() - start
-    peak = torch.cuda.max_memory_allocated() - held if device == "cuda" else 0
+    peak = torch.cuda.max_memory_allocated() - before if device == "cuda" else 0
     row = {"step": label, "seconds": round(seconds, 3), "peak_mib": round(peak / MIB)}
     print(json.dumps(row), flush=True)
     return row, result
@@ -108,7 +108,11 @@ def main() -> None:
     )
     parser.add_argument("--page", action="store_true", help="write the page from the recorded numbers")
     options = parser.parse_args()
+    if options.write and options.device != "cuda":
+        parser.error("--write records figures of a GPU; leave --device out")
     if not options.page:
+        if options.device == "cuda" and not torch.cuda.is_available():
+            parser.error("--device cuda: torch sees no GPU here")
         records = [run(name, length, options.device) for name in options.models or DEFAULT for length in options.tokens]
         print(json.dumps(records), flush=True)
         if options.write:

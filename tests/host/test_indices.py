@@ -84,6 +84,7 @@ def test_indices_of_other_kinds_pass() -> None:
         assert TABLE[TABLE > 5].shape == (6,)
         assert TABLE[at().long()].shape == (0, 4)
         assert TABLE[1, ..., None].shape == (4, 1)
+        assert functional.embedding(at(0, 2), TABLE.long()).shape == (2, 4)
 
 
 @pytest.mark.parametrize("model", [gpt2_of(4), bart_of(4)], ids=["GPT-2", "BART"])

@@ -65,9 +65,10 @@ def _along(tensor: Tensor, dim: Any = None, index: Any = None, *_: Any, **__: An
 def _of_rows(*args: Any, **kwargs: Any) -> None:
     # `torch.embedding` takes the table first, `torch.nn.functional.embedding` the indices.
     both = [value for value in (*args, kwargs.get("input"), kwargs.get("weight")) if isinstance(value, Tensor)]
-    table = next(t for t in both if t.is_floating_point())
-    for index in both:
-        _check(index, len(table))
+    # Of a table of integers, the indices cannot be told from it.
+    tables = [tensor for tensor in both if tensor.is_floating_point()]
+    for index in both if tables else ():
+        _check(index, len(tables[0]))
 
 
 def _of_elements(tensor: Tensor, index: Any = None, *_: Any, **__: Any) -> None:
