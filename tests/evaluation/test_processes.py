@@ -102,14 +102,21 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 exited = Path(sys.argv[1], "exited")
+def threads():
+    return [path.read_text() for path in Path("/proc/self/task").glob("*/comm")].count("pt_gloo_runloop\\n")
+def left():
+    if not torch.distributed.is_initialized():
+        exited.open("a").write(f"{gathering - threads()} ")
 # Runs after the exit functions that are registered later.
-atexit.register(lambda: torch.distributed.is_initialized() or exited.open("a").write("disconnected "))
+atexit.register(left)
 from tests.evaluation.test_evaluate import DRAWN, rows_of, stored_evaluation
 if sys.argv[2] == "accelerate":
     from accelerate import PartialState
     assert PartialState(cpu=True).num_processes == 2
 table = stored_evaluation(Path(sys.argv[1], "out"))
 rank = torch.distributed.get_rank()
+# The threads of the default group do not end, since this module refers to it, as those of torch do.
+everyone, gathering = torch.distributed.group.WORLD, threads()
 Path(sys.argv[1], f"rank{rank}.json").write_text(json.dumps([rows_of(table), DRAWN]))
 """
 
@@ -126,7 +133,8 @@ def test_two_processes_give_the_numbers_of_one_to_the_bit(tmp_path: Path, connec
         env=environment, cwd=ROOT, capture_output=True, text=True, check=False, timeout=500,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "exited").read_text().split() == ["disconnected"] * 2
+    # The two threads that gathered have ended.
+    assert (tmp_path / "exited").read_text().split() == ["2"] * 2
     drawn = []
     for rank in range(2):
         rows, drawn_here = json.loads((tmp_path / f"rank{rank}.json").read_text())
