@@ -4,12 +4,12 @@ from unilinattn.architectures.probe import add_output, add_values, probe
 from unilinattn.architectures.recorded import recorded
 from unilinattn.call import Call
 from unilinattn.call.attention_interface import (
-    attention_weights,
     capture,
     only_attention,
     require_same_tokens,
     value_source,
 )
+from unilinattn.call.attention_weights import attention_weights
 from unilinattn.errors import UncoveredError
 from unilinattn.mixers import Dense
 from unilinattn.operator.flow import Flow
@@ -42,13 +42,13 @@ def attention(call: Call) -> Flow:
 def _written(call: Call) -> Flow:
     """Return the stages whose maps are read off by basis vectors."""
     captured = only_attention(call)
-    weights, repeats, mixed = attention_weights(call, captured)
+    attended = attention_weights(call, captured)
     port, source = value_source(call, captured)
     value, output = probe(call, captured, source)
     flow = Flow(source, port=port)
-    add_values(flow, call, captured, value, repeats)
-    flow.core(Dense(weights))
-    add_output(flow, call, captured, mixed, output)
+    add_values(flow, call, captured, value, attended.repeats)
+    flow.core(Dense(attended.weights, again=attended.again))
+    add_output(flow, call, captured, attended.mixed, output)
     unmapped = next((stage for stage in flow.chain if isinstance(stage, Unmapped)), None)
     if unmapped is None:
         return flow

@@ -4,7 +4,8 @@ import torch
 
 from unilinattn.architectures.probe import add_output, probe, values_missed
 from unilinattn.call import Call, Captured, package_version
-from unilinattn.call.attention_interface import attention_weights, only_attention, require_same_tokens
+from unilinattn.call.attention_interface import only_attention, require_same_tokens
+from unilinattn.call.attention_weights import attention_weights
 from unilinattn.call.exactness import tolerance
 from unilinattn.mixers import Dense
 from unilinattn.operator.flow import Flow
@@ -47,10 +48,10 @@ def latent_attention(call: Call) -> Flow:
     `UncoveredError`.
     """
     captured = only_attention(call)
-    weights, _, mixed = attention_weights(call, captured)
+    attended = attention_weights(call, captured)
     _, output = probe(call, captured, call.input)
-    flow = _values(call, captured).core(Dense(weights))
-    return add_output(flow, call, captured, mixed, output)
+    flow = _values(call, captured).core(Dense(attended.weights, again=attended.again))
+    return add_output(flow, call, captured, attended.mixed, output)
 
 
 def _values(call: Call, captured: Captured) -> Flow:

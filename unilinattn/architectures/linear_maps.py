@@ -11,8 +11,8 @@ from unilinattn.call.attention_interface import Attended, interface
 from unilinattn.call.copies import EMPTY, empty, without_numbers
 from unilinattn.call.stored import Stored
 
-Affine = tuple[Tensor | Stored, Tensor]
-"""A weight (out, in) and a bias (out)."""
+Affine = tuple[Tensor | Stored, Tensor | None]
+"""A weight (out, in) and a bias (out), None without one."""
 
 Located = tuple[tuple[str, Tensor | slice] | None, str | None]
 """The path of the layer to the values with the rows of its weight for them, and the path of the layer to the output."""
@@ -102,9 +102,10 @@ def _is_linear(layer: nn.Module) -> bool:
 def _rows(call: Call, layer: Any, rows: Any) -> Affine:
     """Return rows of the weight and of the bias of a linear layer."""
     weight = layer.weight if isinstance(layer, nn.Linear) else layer.weight.T
-    bias = weight.new_zeros(len(weight)) if layer.bias is None else layer.bias
-    of_bias = rows.to(bias.device) if isinstance(rows, Tensor) else rows
-    return call.stored(weight.detach())[rows], call.tensor(bias.detach()[of_bias])
+    matrix, bias = call.stored(weight.detach())[rows], layer.bias
+    if bias is None:
+        return matrix, None
+    return matrix, call.tensor(bias.detach()[rows.to(bias.device) if isinstance(rows, Tensor) else rows])
 
 
 def _channels(value: Tensor, output: Tensor) -> Tensor | slice | None:

@@ -126,7 +126,7 @@ def add_values(flow: Flow, call: Call, seen: Captured, value: Affine, repeats: i
 
     if repeats > 1:
         weight = weight.then(repeated) if isinstance(weight, Stored) else repeated(weight)
-        bias = repeated(bias)
+        bias = None if bias is None else repeated(bias)
     if missed > tolerance("attention", seen.record.value.dtype):
         reason = _not_affine(
             call, "from its input to its values", missed, "a norm on the values, or values kept in a latent"
@@ -202,4 +202,4 @@ def _rows(rows: Tensor, start: int, count: int) -> Tensor:
 
 def _affine(images: Tensor, width: int) -> Affine:
     bias = images[0]
-    return (images[1 : width + 1] - bias).T, bias
+    return (images[1 : width + 1] - bias).T, bias if bool(bias.any()) else None

@@ -1,4 +1,4 @@
-"""Record the inputs of a host's softmax attention through transformers' attention interface, and its weights."""
+"""Record the inputs of a host's softmax attention through transformers' attention interface."""
 
 import inspect
 import sys
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from unilinattn.call.call import Call, Captured, host_function, package_version
 from unilinattn.call.entries import Entries
-from unilinattn.call.exactness import relative_error, tolerance
 from unilinattn.errors import UncoveredError
 
 EAGER = "eager_attention_forward"
@@ -185,38 +184,6 @@ def only_attention(call: Call) -> Captured:
             "times; only modules that call it once are covered. Register an adapter for this class."
         )
     return call.seen[0]
-
-
-def attention_weights(call: Call, seen: Captured) -> tuple[Tensor, int, Tensor]:
-    """Recompute the attention weights of a layer in the operator's dtype.
-
-    Returns the weights (batch, head, query, key), the number of query heads for each value head, and the weights times
-    the values, (batch, query, head * channel).
-
-    Raises `UncoveredError` if the eager function returns no weights, or if the weights times the values differ from
-    its result.
-    """
-    record: Attended = seen.record
-    query, key, value, mask, options = (
-        cast(call, x) for x in (record.query, record.key, record.value, record.mask, dict(record.options))
-    )
-    with torch.no_grad():
-        context, weights = record.eager(seen.module, query, key, value, mask, **{**options, "dropout": 0.0})
-        if weights is None or weights.ndim != 4:
-            raise UncoveredError(
-                f"{call.name}: the eager attention of {package_version(call.module)} returns no weights."
-            )
-        weights = weights.to(query.dtype).expand(query.shape[0], -1, -1, -1)
-        repeats = weights.shape[1] // value.shape[1]
-        # `repeats` query heads share a value head.
-        mixed = torch.einsum("bhij,bhjp->bihp", weights, value.repeat_interleave(repeats, dim=1)).flatten(2)
-        missed = relative_error(mixed, context.flatten(2))
-    if missed > tolerance("attention", query.dtype):
-        raise UncoveredError(
-            f"{call.name} ({type(call.module).__name__}): its attention weights times its values miss its attention's "
-            f"result by {missed:.1e}; something other than the weights acts on it. Register an adapter for this class."
-        )
-    return weights, repeats, mixed
 
 
 def value_source(call: Call, seen: Captured) -> tuple[str, Tensor]:

@@ -305,13 +305,15 @@ def run(chain: Sequence[Stage], x: Tensor, *, bias: bool = True) -> Tensor:
 
 
 def run_on_zeros(chain: Sequence[Stage], x: Tensor) -> Tensor:
-    """Apply the stages to zeros of the shape of `x`, without the products of the first matrices and zeros."""
+    """Apply the stages to zeros of the shape of `x`, without the products with zeros of the first stages."""
     x = x.new_zeros(()).expand(x.shape)
     for position, stage in enumerate(chain):
         if isinstance(stage, Matrix):
             x = x.to(torch.promote_types(x.dtype, stage.matrix.dtype))[..., :1].expand(-1, -1, stage.shape[0])
             if stage.bias is not None:
                 return run(chain[position + 1 :], x + stage.bias)
+        elif isinstance(stage, Mix) and not stage.has_bias:
+            x = x[:, :1].expand(-1, stage.mixer.shape[2], *x.shape[2:])
         elif not isinstance(stage, Scale) or stage.has_bias:
             return run(chain[position:], x.contiguous())
     return x.contiguous()

@@ -1,0 +1,99 @@
+"""The weights of a host's softmax attention, from the inputs that `attention_interface` recorded."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from unilinattn.call.attention_interface import Attended, cast
+from unilinattn.call.call import Call, Captured, package_version
+from unilinattn.call.exactness import relative_error, tolerance
+from unilinattn.errors import ModelStateError, UncoveredError
+
+
+@dataclass(frozen=True)
+class AttentionWeights:
+    """The attention weights of a layer in the operator's dtype.
+
+    Attributes:
+        weights: (batch, head, query, key).
+        repeats: number of query heads for each value head.
+        mixed: the weights times the values, (batch, query, head * channel).
+        again: computes the weights again from queries, keys and mask; None where these do not decide them alone.
+    """
+
+    weights: Float[Tensor, "batch head query key"]
+    repeats: int
+    mixed: Float[Tensor, "batch query channel"]
+    again: Callable[[], Tensor] | None
+
+
+def attention_weights(call: Call, seen: Captured) -> AttentionWeights:
+    """Recompute the attention weights of a layer.
+
+    Raises `UncoveredError` if the eager function returns no weights, or if the weights times the values differ from
+    its result.
+    """
+    record: Attended = seen.record
+    value = cast(call, record.value)
+    with torch.no_grad():
+        context, weights = _attend(call, seen, value)
+        if weights is None or weights.ndim != 4:
+            raise UncoveredError(
+                f"{call.name}: the eager attention of {package_version(call.module)} returns no weights."
+            )
+        weights = _by_sequence(weights, value)
+        repeats = weights.shape[1] // value.shape[1]
+        # `repeats` query heads share a value head.
+        mixed = torch.einsum("bhij,bhjp->bihp", weights, value.repeat_interleave(repeats, dim=1)).flatten(2)
+        missed = relative_error(mixed, context.flatten(2))
+    if missed > tolerance("attention", value.dtype):
+        raise UncoveredError(
+            f"{call.name} ({type(call.module).__name__}): its attention weights times its values miss its attention's "
+            f"result by {missed:.1e}; something other than the weights acts on it. Register an adapter for this class."
+        )
+    # Parameters of the module, such as sinks, may be elsewhere by then, or other ones.
+    decided = next(seen.module.parameters(recurse=False), None) is None
+    return AttentionWeights(weights, repeats, mixed, _Again(call, seen) if decided else None)
+
+
+def _attend(call: Call, seen: Captured, value: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return the result and the weights of a host's eager attention, in the operator's dtype."""
+    record: Attended = seen.record
+    query, key, mask, options = (cast(call, x) for x in (record.query, record.key, record.mask, dict(record.options)))
+    return record.eager(seen.module, query, key, value, mask, **{**options, "dropout": 0.0})
+
+
+def _by_sequence(weights: Tensor, value: Tensor) -> Float[Tensor, "batch head query key"]:
+    return weights.to(value.dtype).expand(value.shape[0], -1, -1, -1)
+
+
+class _Again:
+    """Computes the attention weights of a layer again.
+
+    Raises `ModelStateError` if queries, keys or the mask changed meanwhile.
+    """
+
+    def __init__(self, call: Call, seen: Captured) -> None:
+        self._call, self._seen, self._versions = call, seen, _versions(seen.record)
+
+    def __call__(self) -> Float[Tensor, "batch head query key"]:
+        record: Attended = self._seen.record
+        if _versions(record) != self._versions:
+            raise ModelStateError(
+                f"{self._call.name}: the queries, keys or mask of its attention were written into since its operator "
+                "was built; trace the model again, or take copy.deepcopy(operator), which holds copies, before."
+            )
+        # The product with the values is not needed.
+        value = cast(self._call, record.value[..., :1])
+        _, weights = _attend(self._call, self._seen, value)
+        assert weights is not None
+        return _by_sequence(weights, value)
+
+
+def _versions(record: Attended) -> list[int]:
+    """Return how often torch wrote into the tensors that decide the weights."""
+    tensors = (record.query, record.key, record.mask)
+    return [-1 if x is None or x.is_inference() else x._version for x in tensors]
