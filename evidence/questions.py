@@ -24,7 +24,7 @@ PAIRS = (1, 2, 4, 8)
 LENGTHS = range(25, 97)
 """Numbers of tokens of a context, from which its length is drawn."""
 
-PASSKEY_LENGTHS = range(2 * max(PAIRS), LENGTHS.stop)
+PASSKEY_LENGTHS = range(2 * max(PAIRS), 1025)
 """Accepted numbers of tokens of a passkey context; the shortest holds eight pairs and no noise."""
 
 SHARES = (0.20, 0.16, 0.12, 0.08)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import unilinattn as ula
+from evidence import retrieval_length
 from evidence.answers import (
     SCORED_LENGTHS,
     Answer,
@@ -126,10 +127,11 @@ the end repeats a key, and the answer is its value. A passage of frequent words 
 the end the three most frequent words are named, the most frequent first. Each task has its models, of two layers: 64
 wide for passkeys, 32 for words. The first layer of the Transformer sees four tokens, the second all: with two global
 layers it did not learn passkeys from every seed. The passkey contexts of the training have 16 tokens in its first half
-and grow to 64, so that the longer scored ones ask for more than was trained. The keys that hold an answer are known:
-one for a passkey, all occurrences for a word. Wrong answers are explained too, and the relevant keys are then those of
-the *predicted* token: a method that shows the reason for the error finds them, and not those of the right answer.
-Methods explain the predicted token; candidates are the tokens of the context. One word of each passage is explained.
+and grow to 64, so that the longer scored ones ask for more than was trained, and one table has up to 1,024. The keys
+that hold an answer are known: one for a passkey, all occurrences for a word. Wrong answers are explained too, and the
+relevant keys are then those of the *predicted* token: a method that shows the reason for the error finds them, and not
+those of the right answer. Methods explain the predicted token; candidates are the tokens of the context. One word of
+each passage is explained.
 
 `same token` marks the keys that hold the predicted token. No value of a passkey occurs twice and all occurrences of a
 word are relevant, so it is right by construction: these keys are known without a model, and a method shows that its map
@@ -185,6 +187,7 @@ agrees with them.
             MODELS,
             "All models explain the contexts that the trained one answers right.",
         ),
+        retrieval_length.view(HEADINGS, TRAINING_LENGTHS[1]),
         View("counts", "Number of wrong answers that are explained", _columns(("explained", ""))),
     )
 
@@ -261,6 +264,8 @@ agrees with them.
                         out=out / f"controls-{model}",
                         **settings,
                     )
+        of_passkeys = {model: hosts[model] for model in MODELS if model in hosts}
+        rows[retrieval_length.TABLE] += retrieval_length.measure(of_passkeys, seed, size.scored, SEED_STEP)
         return {name: Table(of_table) for name, of_table in rows.items() if of_table}
 
     def remark(self, record: Mapping[str, Any]) -> str:
@@ -269,7 +274,7 @@ agrees with them.
 
     def claims(self, results: Results) -> list[Claim]:
         """Return the claims of LaTIM 4.3 and D.3, and those of this library."""
-        return [*of_answers(), *of_scores(results), *of_methods(results)]
+        return [*of_answers(), *of_scores(results), *retrieval_length.claims(MODELS), *of_methods(results)]
 
     def picture(self, hosts: Mapping[str, Callable[[], nn.Module]], results: Results) -> "Figure":
         """Draw the scores of a right and of a wrong answer of Mamba-2 over the tokens of the context."""

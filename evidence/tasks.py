@@ -53,7 +53,7 @@ def _words(count: int, seed: int) -> list[Sample]:
 TASKS: Mapping[str, Task] = {
     "copying": Task(copying.STUDY, tuple(copying.STUDY.models), copying.samples),
     "induction": Task(induction.STUDY, induction.EXPLAINED, induction.samples),
-    "alignment": Task(alignment.STUDY, tuple(alignment.STUDY.models), _words),
+    "alignment": Task(alignment.STUDY, alignment.MODELS, _words),
 }
 """The tasks by name."""
 

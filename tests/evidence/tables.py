@@ -34,3 +34,8 @@ def verdicts(claims: Sequence[Claim], results: Results) -> dict[str, str]:
         f"{claim.text} {claim.source}": verdict(claim, [row for row in rows if row["claim"] == at])
         for at, claim in enumerate(claims)
     }
+
+
+def without(claims: Sequence[Claim], table: str) -> list[Claim]:
+    """Return the claims without a number of a table."""
+    return [claim for claim in claims if all(term.table != table for one in claim.comparisons for _, term in one.terms)]

@@ -4,9 +4,13 @@ import pytest
 import torch
 
 import unilinattn as ula
+from evidence import bootstrap, induction_length
 from evidence.conv_ssm import ConvSSM, ConvSSMForCausalLM
-from evidence.induction import KEY, LENGTH, TASKS, samples
+from evidence.induction import KEY, LENGTH, STUDY, TASKS, samples, task_of
 from evidence.mechanism import VOCABULARY, constructed, last_answers
+from evidence.training import scored_seed
+from tests.evidence.tables import made, verdicts
+from unilinattn.examples.tasks import Induction
 
 
 def test_the_special_token_occurs_twice_and_the_answer_follows_the_first() -> None:
@@ -62,3 +66,38 @@ def test_the_construction_needs_a_decay() -> None:
     assert bool(last_answers(constructed(0.5), batch).all())
     right = last_answers(constructed(1.0), batch).double().mean()
     assert float(right) < 0.5
+
+
+def test_long_sequences_have_255_tokens() -> None:
+    hosts = {"conv_ssm": lambda: constructed(1.0), "conv_ssm_key": lambda: constructed(0.5)}
+    table = induction_length.measure(hosts, TASKS, 0, 3)
+    assert {(row["method"], row["metric"], row["samples"]) for row in table.summary()} == {
+        ("conv_ssm", "without", 24),
+        ("conv_ssm", "with", 24),
+    }
+    batch = Induction(vocabulary=VOCABULARY, length=255).sample(24, scored_seed(0))
+    right = constructed(1.0)(batch.input_ids).logits[:, -1].argmax(-1) == batch.labels[:, -1]
+    assert [row["value"] for row in table.select(metric="without")] == right.double().tolist()
+    assert 0 < float(right.double().mean()) < 1
+
+
+def test_one_model_is_trained_on_long_sequences() -> None:
+    assert {model: task_of(model).length for model in STUDY.models} == {
+        model: 255 if model == "conv_ssm_255_key" else LENGTH for model in STUDY.models
+    }
+    host = STUDY.models["conv_ssm_255_key"].build()
+    table = induction_length.measure({"conv_ssm_255_key": lambda: host}, TASKS, 0, 1)
+    assert {(row["method"], row["metric"]) for row in table} == {("conv_ssm, trained on 255", "with")}
+
+
+def test_verdicts_on_long_sequences_follow_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bootstrap, "RESAMPLES", 50)
+
+    def of(full: float, parts: float) -> set[str]:
+        models = ["conv_ssm", "conv_ssm, trained on 255", "mamba_x1", "mamba_x2", "conv", "ssm"]
+        tables = {induction_length.TABLE: ([""], models, ["without", "with"])}
+        results = made(tables, lambda method, metric: parts if method in ("conv", "ssm") else full)
+        return set(verdicts(induction_length.claims(), results).values())
+
+    assert of(0.995, 0.2) == {"holds"}
+    assert of(0.5, 0.6) == {"contradicted"}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import unilinattn as ula
-from evidence import bootstrap
+from evidence import bootstrap, retrieval_length
 from evidence.answers import (
     SCORED_LENGTHS,
     Answer,
@@ -35,7 +35,7 @@ from evidence.retrieval import SEED_STEP, STUDY
 from evidence.retrieval_claims import BASELINES, METHODS, MODELS, OF_WORDS, RANKS
 from evidence.study import SEEDS
 from evidence.training import scored_seed, selection_seed
-from tests.evidence.tables import made
+from tests.evidence.tables import made, without
 from tests.evidence.tables import verdicts as of_claims
 from unilinattn.errors import InputError, OptionError
 from unilinattn.evaluation import Case
@@ -126,7 +126,7 @@ def test_contexts_depend_on_the_seed_only(draw) -> None:
     assert len(NAMES) == VOCABULARY
     with pytest.raises(InputError, match="at least one context"):
         draw(0, 7)
-    with pytest.raises(OptionError, match="16 to 96" if draw is passkeys else "25 to 96"):
+    with pytest.raises(OptionError, match="16 to 1024" if draw is passkeys else "25 to 96"):
         draw(1, 7, length=15)
 
 
@@ -189,6 +189,34 @@ def test_no_two_sets_of_contexts_are_drawn_from_one_seed() -> None:
     assert len(set(seeds)) == len(seeds)
 
 
+@torch.no_grad()
+def test_answers_in_long_contexts_are_those_of_the_host() -> None:
+    host = STUDY.models["mamba2"].build().eval()
+    table = retrieval_length.measure({"mamba2": lambda: host}, 1, 3, SEED_STEP)
+    asked = passkeys(3, scored_seed(1) + 4 * SEED_STEP, length=1024, pairs=4)
+    right = host(asked.input_ids).logits.argmax(-1)[:, -1] == asked.labels[:, -1]
+    rows = table.select(method="1024 tokens", metric="4 pairs")
+    assert [row["value"] for row in rows] == right.double().tolist()
+    assert len(table) == 3 * len(retrieval_length.LENGTHS) * len(retrieval_length.PAIRS)
+
+
+def test_verdicts_on_long_contexts_follow_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bootstrap, "RESAMPLES", 50)
+
+    def of(one: float, four: float, short: float) -> set[str]:
+        """Return the verdicts if 1 and 4 pairs have these numbers in long contexts, and short contexts another."""
+
+        def value(method: str, metric: str) -> float:
+            return {"1 pair": one, "2 pairs": four, "4 pairs": four}[metric] if method == "1024 tokens" else short
+
+        rows = [f"{length} tokens" for length in retrieval_length.LENGTHS]
+        results = made({retrieval_length.TABLE: (MODELS, rows, retrieval_length.PAIRS)}, value)
+        return set(of_claims(retrieval_length.claims(MODELS), results).values())
+
+    assert of(0.95, 0.5, 0.98) == {"holds"}
+    assert of(0.5, 0.6, 0.4) == {"contradicted"}
+
+
 ACCURACIES = [
     f"{count} pair{'s' * (count > 1)}{place}"
     for count in PAIRS
@@ -218,7 +246,7 @@ def verdicts(order: list[str], tables: dict = TABLES) -> dict[str, str]:
         return place / len(order) * (2 if metric in ("first_half", "hit_at_1") else 1) - (metric == "lead") / 2
 
     results = made(tables, value)
-    return of_claims(STUDY.claims(results), results)
+    return of_claims(without(STUDY.claims(results), retrieval_length.TABLE), results)
 
 
 def test_verdicts_follow_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
