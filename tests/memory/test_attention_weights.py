@@ -14,6 +14,7 @@ import unilinattn as ula
 from tests.hosts import named
 from unilinattn.errors import ModelStateError
 from unilinattn.mixers import Dense, dense
+from unilinattn.operator.deferred import shapes_only
 from unilinattn.operator.stages import Mix, walk
 from unilinattn.testing.peak import peak_of
 from unilinattn.tracing.trace import Trace
@@ -111,6 +112,16 @@ def test_a_run_keeps_the_weights_of_a_few_layers(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(dense, "RETAINED", weights)
     # Vectors of the stream and of the graph remain.
     assert growth() < 1.5 * weights
+
+
+def test_released_weights_have_a_shape_without_being_computed() -> None:
+    mixer = mixers(deep_trace(1))[0]
+    values = torch.ones(1, 256, 8, 2)
+    expected = mixer.apply(values)
+    with shapes_only():
+        mixer.release()
+        assert mixer.apply(values).shape == expected.shape and mixer._weights is None
+    assert torch.equal(mixer.apply(values), expected)
 
 
 def test_copies_hold_their_weights(of_one_layer: None) -> None:

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._guards import detect_fake_mode
 
 from unilinattn.kernels.precision import full_precision
 from unilinattn.kernels.subnormal import flushed, flushed_, flushed_given
@@ -57,14 +57,15 @@ class Dense(CoreMixer):
         if self._again is None:
             assert weights is not None
             return weights
+        if weights is None and detect_fake_mode() is not None:
+            # A run on fake tensors asks for shapes.
+            return self._like.new_empty(self._shape)
         if weights is None:
             # A use may be inside of a mode of torch functions, of autocast, or of a graph.
             with torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.no_grad(), full_precision():
                 weights = flushed_given(self._again())
-        # Shapes of a run on fake tensors are no weights.
-        if not isinstance(weights, FakeTensor):
-            self._weights = weights
-            _latest.use(self, weights)
+        self._weights = weights
+        _latest.use(self, weights)
         return weights
 
     def release(self) -> None:
