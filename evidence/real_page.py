@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from evidence import section
 from evidence.atom_maps import HEAD, LAYER
+from evidence.classes import CLASSES
 from evidence.knockout import KNOCKOUT
 from evidence.pictures import COLOURS, figure
 from evidence.rankings import BASELINES, DEFAULTS, METRICS, PASSES, ROW, TOKENS, Row, behind, beside_baselines
@@ -22,7 +23,7 @@ NAME = "pretrained"
 
 RECORD = RESULTS / "real.json"
 
-SECTIONS: Mapping[str, Section] = {each.name: each for each in (KNOCKOUT,)}
+SECTIONS: Mapping[str, Section] = {each.name: each for each in (KNOCKOUT, CLASSES)}
 """Measurements beside the rankings, each a section of the page, by their names on the command line."""
 
 COMPOSED = "alti (compose='rollout')"
