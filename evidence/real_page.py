@@ -10,6 +10,7 @@ from evidence.classes import CLASSES
 from evidence.knockout import KNOCKOUT
 from evidence.pictures import COLOURS, figure
 from evidence.rankings import BASELINES, DEFAULTS, METRICS, PASSES, ROW, TOKENS, Row, behind, beside_baselines
+from evidence.rationales import RATIONALES
 from evidence.record import RESULTS, Numbers
 from evidence.section import Section
 from evidence.truths import BIDIRECTIONAL, CAUSAL, CHECKPOINTS, DISTANT, PER_KIND, RECURRENT, distant_words
@@ -23,7 +24,7 @@ NAME = "pretrained"
 
 RECORD = RESULTS / "real.json"
 
-SECTIONS: Mapping[str, Section] = {each.name: each for each in (KNOCKOUT, CLASSES)}
+SECTIONS: Mapping[str, Section] = {each.name: each for each in (KNOCKOUT, RATIONALES, CLASSES)}
 """Measurements beside the rankings, each a section of the page, by their names on the command line."""
 
 COMPOSED = "alti (compose='rollout')"
