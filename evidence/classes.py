@@ -67,6 +67,7 @@ class Classes(Section):
 
     name = "classes"
     title = "rxnfp, 50 classes: activation and pruning"
+    unit = "reactions"
     text = f"""
 Do methods rank first the tokens from which a classifier recognises its class? Activation reveals the tokens of a
 reaction from an input of [MASK] only, those of the highest scores first, and follows the probability of the class that

@@ -141,6 +141,7 @@ class Knockout(Section):
 
     name = "knockout"
     title = "SmolLM2-135M: cuts in windows of layers"
+    unit = "prompts"
     text = f"""
 Which layers carry a token to the last one? The edge between them is cut in {WINDOW} consecutive layers of {LAYERS}, or
 in all, in the prompts of the lists "as given" and "distant words", all of them, since nothing is chosen. Numbers are

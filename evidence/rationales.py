@@ -160,6 +160,7 @@ class Rationales(Section):
 
     name = "rationales"
     title = "SmolLM2-135M: key words as rationales"
+    unit = "reviews"
     text = f"""
 Do few-shot prompts work better if each example names the words that a method ranks first? AMPLIFY (Krishna et al.,
 2023; HMA ACL Table 7) puts such rationales into the prompts of large models, by the scores of a small proxy. Here
@@ -217,8 +218,8 @@ class only and writes no rationale.
             for count in WORDS
         )
         return (
-            f"The choosing half had accuracies of {tried} examples, and then means of {words} words: "
-            f"{numbers['shots']} examples and {numbers['words']} words are used. {_differing(numbers)}"
+            f"The choosing half had accuracies of {tried} examples, and then means of {words} key words of each, so "
+            f"that these tables are those of {numbers['shots']} and {numbers['words']}. {_differing(numbers)}"
         )
 
 

@@ -31,6 +31,8 @@ class Section(ABC):
     text: ClassVar[str]
     """The question, its source and the measurement: paragraphs of the page, in Markdown."""
     views: ClassVar[Sequence[View]]
+    unit: ClassVar[str]
+    """A sample, in the plural."""
 
     @abstractmethod
     def measure(self) -> tuple[dict[str, Table], dict[str, Any]]:
@@ -46,6 +48,12 @@ class Section(ABC):
     def remark(self, numbers: Numbers) -> str:
         """Return sentences that follow from the recorded numbers, for the page."""
         return ""
+
+    def size_text(self, numbers: Numbers) -> str:
+        """Return the numbers of samples of the comparisons in words."""
+        counts = [count for row in numbers["outcomes"] for count in row["samples"]]
+        low, high = min(counts), max(counts)
+        return f"{high} {self.unit}" if low == high else f"{low} to {high} {self.unit}"
 
     @property
     def path(self) -> Path:
@@ -114,4 +122,6 @@ def table(view: View, numbers: Numbers) -> str:
 
 def cell(row: Mapping[str, Any]) -> str:
     """Return a mean with its interval."""
-    return f"{row['mean']:.3g} [{row['low']:.3g}, {row['high']:.3g}]"
+    # Adding zero makes a negative zero positive.
+    mean, low, high = (row[key] + 0.0 for key in ("mean", "low", "high"))
+    return f"{mean:.3g} [{low:.3g}, {high:.3g}]"

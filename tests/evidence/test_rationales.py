@@ -184,7 +184,7 @@ def test_verdicts_and_the_remark_follow_the_accuracies() -> None:
     assert verdicts["Key words by the default raise the accuracy"] == "holds"
     assert verdicts["Key words by every method raise the accuracy"] != "holds"
     assert f"{default} is above it" in remark
-    assert "0.600 with 4 examples" in remark and "0.300 with 3 words" in remark
+    assert "0.600 with 4 examples" in remark and "0.300 with 3 key words" in remark
     verdicts, remark = numbers(attribution=-0.2)
     assert verdicts["Key words by attribution raise the accuracy"] == "contradicted"
     assert "attribution is below it" in remark

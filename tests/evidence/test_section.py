@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from evidence import real, real_page, record, section
+from evidence import page, real, real_page, record, section
 from evidence.claims import HERE, Claim
 from evidence.comparisons import better
 from evidence.rows import number
@@ -21,7 +21,7 @@ NEAR, FAR = [0.1 * at for at in range(20)], [1 + 0.1 * at for at in range(20)]
 class Distances(Section):
     """A section of two methods, the second of which is larger by one for every sample."""
 
-    name, title, text = "distances", "Distances", "A text."
+    name, title, text, unit = "distances", "Distances", "A text.", "stars"
     views = (View("t", "By method", [("m", "far", "how far"), ("m", "absent", "nothing")], note="A note."),)
 
     def measure(self) -> tuple[dict[str, Table], dict[str, Any]]:
@@ -84,6 +84,8 @@ def test_a_section_is_measured_recorded_and_written(monkeypatch: pytest.MonkeyPa
     assert "A note." in text and "Chosen: 3." in text
     assert "**Claims of this library; intervals of 95 %**" in text
     assert "| Distant is farther | here | **holds** |" in text
+    (line,) = page.counted(one.title, "x.md", one.size_text(numbers), numbers)
+    assert line == "| [Distances](evidence/x.md) | 20 stars | this library | 1 | 0 | 0 | 0 |"
 
 
 def test_names_of_sections_are_those_of_no_checkpoint() -> None:
