@@ -183,7 +183,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         nargs="*",
         metavar="STUDY",
         help=f"by default those that are recorded, with --train all: {', '.join(NAMES)}; or {real.NAME}: "
-        "pretrained checkpoints, of which names that follow select some",
+        "pretrained checkpoints, of which names that follow select some, or one of the sections "
+        f"{', '.join(real_page.SECTIONS)}",
     )
     parser.add_argument(
         "--train", action="store_true", help="train the models that OUT/weights lacks, and use these weights"

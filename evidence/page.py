@@ -77,13 +77,22 @@ def _verdicts(studies: Sequence[Study], records: Mapping[str, Numbers], absent: 
     ]
     for study in studies:
         record = records[study.name]
-        for label, claims in by_source(record).items():
-            counts = [sum(record["claims"][at]["verdict"] == verdict for at in claims) for verdict in VERDICTS]
-            link = f"[{study.title}](evidence/{study.name}.md)"
-            lines.append(f"| {link} | {size_text(study, record)} | {label} | {' | '.join(map(str, counts))} |")
+        lines += counted(study.title, f"{study.name}.md", size_text(study, record), record)
+    for name, record in real_page.sections().items():
+        section = real_page.SECTIONS[name]
+        lines += counted(section.title, f"{real_page.NAME}.md", section.size_text(record), record)
     if absent:
         lines += ["", f"Written and not recorded yet, because models are not trained: {', '.join(absent)}."]
     return "\n".join(lines) + "\n"
+
+
+def counted(title: str, file: str, size: str, record: Numbers) -> list[str]:
+    """Return the rows of a study, or of a section, with its numbers of claims by verdict."""
+    lines = []
+    for label, claims in by_source(record).items():
+        counts = [sum(record["claims"][at]["verdict"] == verdict for at in claims) for verdict in VERDICTS]
+        lines.append(f"| [{title}](evidence/{file}) | {size} | {label} | {' | '.join(map(str, counts))} |")
+    return lines
 
 
 def _in_short(study: Study, record: Numbers) -> str:

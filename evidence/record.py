@@ -56,22 +56,32 @@ def described(
     **rest: Any,
 ) -> Numbers:
     """Return the record of a study."""
-    rows = outcomes(claims, results)
-    by_claim = [[row for row in rows if row["claim"] == at] for at in range(len(claims))]
-    terms = dict.fromkeys(Term(*term) for row in rows for _, *term in row["terms"])
+    judgement = judged(results, claims)
     return {
         "study": study.name,
         "size": asdict(study.size),
         "seeds": results.seeds,
         **rest,
         "training": list(training),
+        "claims": judgement["claims"],
+        "outcomes": judgement["outcomes"],
+        "numbers": summaries(results.tables),
+        "quick": [{key: row[key] for key in COMPARED} for row in quick],
+        "samples": judgement["samples"],
+    }
+
+
+def judged(results: Results, claims: Sequence[Claim]) -> Numbers:
+    """Return the claims with their verdicts, a row for each comparison, and the numbers of the samples behind them."""
+    rows = outcomes(claims, results)
+    by_claim = [[row for row in rows if row["claim"] == at] for at in range(len(claims))]
+    terms = dict.fromkeys(Term(*term) for row in rows for _, *term in row["terms"])
+    return {
         "claims": [
             {"text": claim.text, "source": claim.source, "verdict": verdict(claim, rows), "untested": claim.untested}
             for claim, rows in zip(claims, by_claim, strict=True)
         ],
         "outcomes": rows,
-        "numbers": summaries(results.tables),
-        "quick": [{key: row[key] for key in COMPARED} for row in quick],
         "samples": [sample_numbers(term, results) for term in terms],
     }
 

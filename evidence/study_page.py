@@ -20,7 +20,8 @@ def study_page(study: Study, record: Numbers) -> str:
     paragraphs = [f"# {study.title}", study.question, f"Source: {study.source}.", study.text.strip(), _training(record)]
     paragraphs.append(f"![{study.caption}]({study.name}.png)\n\n{study.caption}")
     paragraphs += [*(_table(view, record) for view in study.views), study.remark(record)]
-    paragraphs += [_claims(label, claims, study, record) for label, claims in by_source(record).items()]
+    size = f", n = {size_text(study, record)}"
+    paragraphs += [claims_table(label, claims, record, size) for label, claims in by_source(record).items()]
     paragraphs.append("[How verdicts are made](../evidence.md#how-it-is-measured)")
     return "\n\n".join(text for text in paragraphs if text) + "\n"
 
@@ -82,11 +83,12 @@ def _number(values: Sequence[float] | None) -> str:
     return f"{mean:.{digits}f} ± {spread:.{digits}f}"
 
 
-def _claims(label: str, claims: Sequence[int], study: Study, record: Numbers) -> str:
+def claims_table(label: str, claims: Sequence[int], record: Numbers, size: str = "") -> str:
+    """Return the table of some claims of a record, by their positions; `size` follows its title."""
     rows = [row for row in record["outcomes"] if row["claim"] in claims]
     level = f"; intervals of {100 * rows[0]['level']:.4g} %" if rows else ""
     lines = [
-        f"**Claims of {label}, n = {size_text(study, record)}{level}**",
+        f"**Claims of {label}{size}{level}**",
         "",
         "| claim | source | verdict | numbers |",
         "| --- | --- | --- | --- |",

@@ -9,8 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from evidence import real_page
+
 RESULTS = Path(__file__).parents[2] / "evidence" / "results"
 STUDIES = ("ablation", "vision", "alignment", "retrieval", "copying", "induction", "reasoning", "removal", "edges")
+SECTIONS = tuple(path.stem for name in real_page.SECTIONS if (path := RESULTS / f"real-{name}.json").is_file())
 VERDICTS = ("holds", "contradicted", "inconclusive")
 COUNT = 10
 LARGEST = 500
@@ -42,6 +45,16 @@ def rows() -> list[tuple[str, dict[str, Any]]]:
     }
     listed = [(study, row) for (study, _), of_kind in clear.items() for row in of_kind[:1]]
     return [*listed, *((study, row) for (study, _), of_kind in clear.items() for row in of_kind[1:2])][:COUNT]
+
+
+def rows_of_sections() -> list[tuple[str, dict[str, Any]]]:
+    """Return a row of each verdict from each measured section of the page of pretrained checkpoints."""
+    listed = []
+    for section in SECTIONS:
+        for verdict in VERDICTS:
+            clear = [row for row in record(section)["outcomes"] if row["verdict"] == verdict and is_clear(row)]
+            listed += [(section, row) for row in clear[:1]]
+    return listed
 
 
 def sample_numbers(study: dict[str, Any], term: list[str]) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -76,7 +89,9 @@ def recomputed(study: dict[str, Any], row: dict[str, Any], resamples: int = 40_0
 
 
 @pytest.mark.parametrize(
-    ("name", "row"), rows(), ids=lambda value: value if isinstance(value, str) else value["verdict"]
+    ("name", "row"),
+    [*rows(), *rows_of_sections()],
+    ids=lambda value: value if isinstance(value, str) else value["verdict"],
 )
 def test_a_verdict_follows_from_the_recorded_samples(name: str, row: dict[str, Any]) -> None:
     study = record(name)
@@ -100,7 +115,7 @@ def test_the_recomputed_verdicts_are_of_every_kind() -> None:
 
 
 def test_the_verdict_of_a_claim_follows_from_its_rows() -> None:
-    for study in (*STUDIES, "theorems"):
+    for study in (*STUDIES, *SECTIONS, "theorems"):
         numbers = record(study)
         for at, claim in enumerate(numbers["claims"]):
             verdicts = {row["verdict"] for row in numbers["outcomes"] if row["claim"] == at}
