@@ -183,11 +183,11 @@ def test_verdicts_and_the_remark_follow_the_accuracies() -> None:
     verdicts, remark = numbers(**{default: 0.2})
     assert verdicts["Key words by the default raise the accuracy"] == "holds"
     assert verdicts["Key words by every method raise the accuracy"] != "holds"
-    assert f"{default} is above it" in remark
+    assert f"Above no rationale: {default} (" in remark and f"More than random words: {default}." in remark
     assert "0.600 with 4 examples" in remark and "0.300 with 3 key words" in remark
     verdicts, remark = numbers(attribution=-0.2)
     assert verdicts["Key words by attribution raise the accuracy"] == "contradicted"
-    assert "attribution is below it" in remark
+    assert "Below no rationale: attribution (" in remark and "no method do better than random words" in remark
 
 
 def test_the_default_is_that_of_causal_attention() -> None:
