@@ -183,7 +183,7 @@ class EdgesStudy(Study):
     question = "Does the output change most when the edges between tokens with the highest scores are cut?"
     source = "knockout (Geva et al., 2023) as a test of the methods"
     unit = UNIT
-    size = Size(14, 4)
+    size = Size(23, 4)
     quick = Size(2, 2)
     text = f"""
 The models of copying, induction and alignment. Tokens: the edges of the highest-ranked keys to all other tokens are

@@ -71,7 +71,7 @@ class RemovalStudy(Study):
     )
     source = "HMA ACL Tables 3 and 9"
     unit = UNIT
-    size = Size(14, 4)
+    size = Size(23, 4)
     quick = Size(2, 2)
     text = f"""
 The models of copying, induction and alignment. Activation adds tokens to an input of mean embeddings, most relevant
