@@ -46,9 +46,9 @@ class Dense(CoreMixer):
         if again is not None:
             _latest.use(self, self._weights)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __getstate__(self) -> dict[str, Any]:
         """Copy and store the weights, not what computes them."""
-        return Dense, (self.weights,)
+        return {**vars(self), "_weights": self.weights, "_again": None}
 
     @property
     def weights(self) -> Float[Tensor, "batch head query key"]:
