@@ -10,6 +10,7 @@ from torch import Tensor
 from unilinattn.call.attention_interface import Attended, cast
 from unilinattn.call.call import Call, Captured, package_version
 from unilinattn.call.exactness import relative_error, tolerance
+from unilinattn.call.nested import tensors
 from unilinattn.errors import ModelStateError, UncoveredError
 
 
@@ -95,5 +96,5 @@ class _Again:
 
 def _versions(record: Attended) -> list[int]:
     """Return how often torch wrote into the tensors that decide the weights."""
-    tensors = (record.query, record.key, record.mask)
-    return [-1 if x is None or x.is_inference() else x._version for x in tensors]
+    read = tensors((record.query, record.key, record.mask, dict(record.options)))
+    return [-1 if x.is_inference() else x._version for x in read]
