@@ -133,8 +133,9 @@ def test_two_processes_give_the_numbers_of_one_to_the_bit(tmp_path: Path, connec
         env=environment, cwd=ROOT, capture_output=True, text=True, check=False, timeout=500,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    # The two threads that gathered have ended.
-    assert (tmp_path / "exited").read_text().split() == ["2"] * 2
+    # The two threads that gathered have ended; only Linux lists threads.
+    ended = "2" if Path("/proc/self/task").is_dir() else "0"
+    assert (tmp_path / "exited").read_text().split() == [ended] * 2
     drawn = []
     for rank in range(2):
         rows, drawn_here = json.loads((tmp_path / f"rank{rank}.json").read_text())
