@@ -66,7 +66,7 @@ def logits_without(
 ) -> Float[Tensor, "run class"]:
     """Return the logits at the position of each traced sequence, in runs of some sequences without edges of layers."""
     without = [Cut(Masked(edges), layers=[layer]) for layer, edges in enumerate(cuts.unbind(1)) if edges.any()]
-    return rerun(trace, sequences, without, positions=positions).logits(positions[sequences])[:, 0]
+    return rerun(trace, sequences, without, positions=positions[sequences]).logits(positions[sequences])[:, 0]
 
 
 def falls(

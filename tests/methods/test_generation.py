@@ -24,6 +24,8 @@ from tests.texts import LONDON, PARIS, VOCABULARY, mamba, tokenizer
 from unilinattn.errors import InputError, ModelStateError, OptionError, UncoveredError, UnilinattnError
 from unilinattn.frozen.live import LiveRun
 from unilinattn.frozen.run import FrozenRun
+from unilinattn.reruns.embedded import EmbeddedModel
+from unilinattn.scoring import numbers
 from unilinattn.testing import promoted
 from unilinattn.testing.hosts import basic, delta, latent, recurrent
 from unilinattn.testing.hosts import mamba as mamba_hosts
@@ -71,7 +73,8 @@ def test_the_shares_of_a_row_add_up_to_the_logit_of_its_token(host: str) -> None
     assert result.completeness_gap is not None and result.completeness_gap < 1e-10
 
 
-METHODS = ["latim", "lrp", "transformer_attribution", "knockout"]
+GRADIENTS = ["gradient", "input_x_gradient", "integrated_gradients", "smoothgrad"]
+METHODS = ["latim", "lrp", "transformer_attribution", "knockout", "occlusion", *GRADIENTS]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -128,6 +131,26 @@ def test_rows_share_one_run(method: str, kind: Any, monkeypatch: pytest.MonkeyPa
         ula.explain(trace, method=method, target=target)
     # Outside of the context each call has its own run.
     assert len(runs) == 3
+
+
+@pytest.mark.parametrize("method", ["gradient", "integrated_gradients"])
+def test_gradients_of_all_rows_are_those_of_one_run(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[int] = []
+    original = EmbeddedModel.run
+
+    def counted(self: Any, vectors: Any, *args: Any) -> Any:
+        runs[-1] += 1
+        return original(self, vectors, *args)
+
+    monkeypatch.setattr(EmbeddedModel, "run", counted)
+    results = []
+    for count, tokens_at_once in ((2, 4096), (6, 4096), (6, 1)):
+        monkeypatch.setattr(numbers, "TOKENS", tokens_at_once)
+        runs.append(0)
+        results.append(explained(method=method, max_new_tokens=count))
+    few, many, one_by_one = runs
+    assert few == many < one_by_one
+    assert torch.allclose(results[1].scores, results[2].scores, rtol=1e-4, atol=1e-6)
 
 
 def test_sampled_scores_have_no_part_of_later_tokens() -> None:

@@ -222,6 +222,8 @@ class TokenRun:
 
 
 Run = TypeVar("Run")
+Case = tuple[Target, Logit]
+"""A target and the logit that is explained there."""
 
 
 def shared_run(
@@ -230,22 +232,27 @@ def shared_run(
     """Return `run(targets)`, or inside of `one_run` the only run by this rule, which is that of all positions."""
     if targets is None or trace not in _shared:
         return run(targets)
-    every, runs = _shared[trace]
+    cases, runs = _shared[trace]
     if rule not in runs:
-        runs[rule] = run(every)
+        runs[rule] = run([target for target, _ in cases])
     return runs[rule]
 
 
-_shared: "WeakKeyDictionary[Trace, tuple[Sequence[Target], dict[object, Any]]]" = WeakKeyDictionary()
+def shared_cases(trace: Trace, case: Case) -> Sequence[Case]:
+    """Return the cases of `one_run` if `case` is one of them, or this case."""
+    return _shared[trace][0] if trace in _shared and case in _shared[trace][0] else [case]
+
+
+_shared: "WeakKeyDictionary[Trace, tuple[Sequence[Case], dict[object, Any]]]" = WeakKeyDictionary()
 
 
 @contextmanager
-def one_run(trace: Trace, targets: Sequence[Target]) -> Iterator[None]:
-    """Inside the context, `frozen` and `live` return one run by each rule, which computes the logits of all `targets`.
+def one_run(trace: Trace, cases: Sequence[Case]) -> Iterator[None]:
+    """Inside the context, `frozen` and `live` return one run by each rule, which computes the logits of all `cases`.
 
     For a method that runs once for each of them. The runs keep their graphs until the context ends.
     """
-    _shared[trace] = targets, {}
+    _shared[trace] = cases, {}
     try:
         yield
     finally:

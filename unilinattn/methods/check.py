@@ -196,7 +196,8 @@ def _values(
     with full_precision():
         for piece in ids.split(at_once):
             sequences = torch.full((len(piece),), explained.sequence, device="cpu")
-            value, log_p = _of_run(explained, rerun(traced, sequences, positions=positions, ids=piece), positions)
+            targets = None if positions is None else positions[sequences]
+            value, log_p = _of_run(explained, rerun(traced, sequences, positions=targets, ids=piece), targets)
             values.append(value.cpu())
             log_ps.append(None if log_p is None else log_p.cpu())
     pair = isinstance(explained.logit, tuple | list) and len(explained.logit) == 2
@@ -208,13 +209,12 @@ def _values(
 
 
 def _of_run(
-    explained: Explained, run: Rerun, positions: Int[Tensor, " batch"] | None
+    explained: Explained, run: Rerun, targets: Int[Tensor, " run"] | None
 ) -> tuple[Float[Tensor, " run"], Float[Tensor, " run"] | None]:
     """Return the explained value and the log probability, if there is one, of each sequence of a run."""
     logit, count = explained.logit, run.tokens[0]
     if callable(logit):
         return one_each(logit(run.output), count).double(), None
-    targets = None if positions is None else positions[explained.sequence].expand(count)
     logits = run.logits(targets).reshape(count, -1).double()
     token = logit.logit if isinstance(logit, Relative) else logit
     if token is None:

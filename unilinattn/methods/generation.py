@@ -56,8 +56,9 @@ def explain_generation(
     shares, `bias` and `remainder` of a row sum to its `logit`, up to its `gap`. `completeness_gap` is that of the worst
     row. The options "target" and "logit" of the result hold the position and the id of each row.
 
-    Cost: one generation, one trace, and the method for one target a token; `logit`, `lrp` and the other methods of the
-    frozen model share one run of it, and each token costs a backward pass.
+    Cost: one generation, one trace, and the method for one target a token. `logit`, `lrp`, `attn_lrp` and the other
+    methods of the frozen model share one run of it, and each token costs a backward pass. Gradients of the model itself
+    run on a copy of the text for each token, as many copies at once as `max_memory` allows.
 
     Args:
         model: a language model with `generate`, as transformers has.
@@ -92,7 +93,7 @@ def explain_generation(
         names_a_logit = entry.options is not None and "logit" in entry.options.model_fields
         rows = []
         # The weights are those of the trace, which has just ended: none is read again for each token.
-        with one_run(traced, positions), traced.weights.compared():
+        with one_run(traced, list(zip(positions, targets, strict=True))), traced.weights.compared():
             for position, token in zip(steps(positions, "generated tokens"), targets, strict=True):
                 keywords = {**options, **({"logit": token} if names_a_logit else {})}
                 with advised(traced, position, entry, keywords):

@@ -10,6 +10,6 @@ from unilinattn.scoring.numbers import Scores, TokenFunction, captum_method
 def gradient(function: TokenFunction, options: Gradient, captum: ModuleType) -> Scores:
     """Run `Gradient`."""
     slopes = captum.Saliency(function).attribute(
-        function.vectors, abs=options.sign == "abs", additional_forward_args=(function.sequences,)
+        function.vectors, abs=options.sign == "abs", additional_forward_args=(function.rows,)
     )
     return Scores(slopes.sum(-1))

@@ -15,11 +15,11 @@ def integrated_gradients(function: TokenFunction, options: IntegratedGradients, 
     products, delta = captum.IntegratedGradients(function).attribute(
         function.vectors,
         start,
-        additional_forward_args=(function.sequences,),
+        additional_forward_args=(function.rows,),
         n_steps=options.n_steps,
         internal_batch_size=len(start) * function.runs(len(start), gradients=True),
         return_convergence_delta=True,
     )
-    lowest = in_gradient_mode(False, lambda: function(start, function.sequences))
+    lowest = in_gradient_mode(False, lambda: function(start, function.rows))
     extras = {"logit": function.value, "baseline": lowest, "delta": delta}
     return Scores(products.sum(-1), extras, relative_gap(delta, function.value - lowest))

@@ -18,18 +18,20 @@ from unilinattn.scoring.numbers import Scores, TokenFunction, captum_method
 @captum_method(KernelShap, every_query=False)
 def kernel_shap(function: TokenFunction, options: KernelShap, captum: ModuleType) -> Scores:
     """Run `KernelShap`."""
-    lowest = in_gradient_mode(False, lambda: function(function.baseline(options.baseline), function.sequences))
+    lowest = in_gradient_mode(False, lambda: function(function.baseline(options.baseline), function.rows))
     runs = function.runs(gradients=False)
 
-    def shapley(b: int) -> Tensor:
-        value, sequence = function.of_presence(options.baseline, b), function.sequences[b : b + 1]
-        count = int(function.real[b].sum())
+    def shapley(row: int) -> Tensor:
+        value, only = function.of_presence(options.baseline, row), function.rows[row : row + 1]
+        count = int(function.real[row].sum())
         if 2**count - 2 <= options.n_samples:
             presence = _coalitions(count).to(function.vectors)
             # One token has no coalition between none and all.
             batches = presence[1:-1].split(runs) if count > 1 else ()
-            numbers = in_gradient_mode(False, lambda: [value(batch, sequence.expand(len(batch))) for batch in batches])
-            return _shapley_values(presence, torch.cat([lowest[b : b + 1], *numbers, function.value[b : b + 1]]))
+            numbers = in_gradient_mode(False, lambda: [value(batch, only.expand(len(batch))) for batch in batches])
+            return _shapley_values(
+                presence, torch.cat([lowest[row : row + 1], *numbers, function.value[row : row + 1]])
+            )
         if options.n_samples < count + 2:
             raise OptionError(
                 f"kernel_shap: n_samples={options.n_samples} is too few for {count} tokens; their scores need at least "
@@ -42,7 +44,7 @@ def kernel_shap(function: TokenFunction, options: KernelShap, captum: ModuleType
         def estimate() -> Tensor:
             values: Tensor = algorithm.attribute(
                 function.vectors.new_ones(1, count),
-                additional_forward_args=(sequence,),
+                additional_forward_args=(only,),
                 n_samples=options.n_samples,
                 perturbations_per_eval=runs,
             )
@@ -50,7 +52,7 @@ def kernel_shap(function: TokenFunction, options: KernelShap, captum: ModuleType
 
         return function.seeded(options.seed, estimate)
 
-    scores = function.each_sequence(shapley)
+    scores = function.each_row(shapley)
     difference = function.value - lowest
     extras = {"logit": function.value, "baseline": lowest}
     return Scores(scores, extras, relative_gap(scores.sum(1) - difference, difference))

@@ -32,7 +32,7 @@ def knockout(trace: Trace, options: Knockout, *, target: Target | None = None) -
     joint = scoring.joint
     replace = options.replace
     assert isinstance(replace, str | Trace)
-    number = ExplainedNumber(trace, target, options.scalar, options.measure)
+    number = ExplainedNumber(trace, [(target, options.scalar)], options.measure)
 
     trace.weights.require_same(trace.host, trace.model, "these runs would not be those of the traced model")
 
@@ -74,7 +74,8 @@ def knockout(trace: Trace, options: Knockout, *, target: Target | None = None) -
         sequences, query, key = chunk.unbind(1)
         edges: Edges = Listed(chunk[:, None, 1:]) if options.edges else Outgoing(key)
         cut = Cut(edges, reading, options.heads, options.channels, replace, sequences)
-        run = rerun(trace, sequences, [cut], positions=number.positions)
+        positions = None if number.positions is None else number.positions[sequences]
+        run = rerun(trace, sequences, [cut], positions=positions)
         effect = base[sequences.to(base.device)] - measured(run, sequences).to(base)
         rows = query[:, None] if options.edges else torch.arange(shape[2], device="cpu").expand(len(chunk), -1)
         scores[index, sequences[:, None], rows, joint.slot(stream).start + key[:, None]] = effect

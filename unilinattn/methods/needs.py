@@ -99,11 +99,11 @@ def _cuts(needs: "Needs") -> bool:
     trace, first = needs.trace, torch.zeros(1, dtype=torch.long, device="cpu")
     indices = [trace.layers.index(layer) for layer in needs.selected()]
     reading = [each for each in indices if streams_of(trace, trace.layers[each])[1] == trace.target_stream]
-    positions = None if callable(needs.logit) or needs.target is None else trace.positions(needs.target)
+    positions = None if callable(needs.logit) or needs.target is None else trace.positions(needs.target)[first]
     run = rerun(trace, first, (Cut(Outgoing(first), reading, sequences=first),), positions=positions)
     if callable(needs.logit):
         return True
-    logits = run.logits(None if positions is None else positions[first])
+    logits = run.logits(positions)
     # Without a target the queries of the logits are those of the layers.
     return positions is not None or logits.ndim < 3 or logits.shape[1] == trace.target_stream.shape[1]
 
@@ -113,9 +113,10 @@ def _embeddings(gradient: bool, needs: "Needs") -> None:
     model = EmbeddedModel(needs.trace)
 
     def run() -> None:
-        function = TokenFunction(needs.trace, model, needs.row, needs.logit)
+        function = TokenFunction(needs.trace, model, [(needs.row, needs.logit)])
+        value = function(function.vectors, function.rows) if gradient else function.value
         if gradient:
-            torch.autograd.grad(function(function.vectors, function.sequences).sum(), function.vectors)
+            torch.autograd.grad(value.sum(), function.vectors)
 
     in_gradient_mode(True, lambda: model.isolated(run))
 

@@ -13,16 +13,16 @@ from unilinattn.scoring.numbers import Scores, TokenFunction, captum_method
 def occlusion(function: TokenFunction, options: Occlusion, captum: ModuleType) -> Scores:
     """Run `Occlusion`."""
 
-    def drops(sequence: int) -> Tensor:
-        count = int(function.real[sequence].sum())
+    def drops(row: int) -> Tensor:
+        count = int(function.real[row].sum())
         if options.window > count:
             raise OptionError(f"occlusion: window={options.window} is longer than the {count} tokens.")
-        values: Tensor = captum.Occlusion(function.of_presence(options.baseline, sequence)).attribute(
+        values: Tensor = captum.Occlusion(function.of_presence(options.baseline, row)).attribute(
             function.vectors.new_ones(1, count),
             (options.window,),
-            additional_forward_args=(function.sequences[sequence : sequence + 1],),
+            additional_forward_args=(function.rows[row : row + 1],),
             perturbations_per_eval=function.runs(gradients=False),
         )
         return values.squeeze(0)
 
-    return Scores(function.each_sequence(drops))
+    return Scores(function.each_row(drops))

@@ -13,9 +13,9 @@ from unilinattn.scoring.numbers import Scores, TokenFunction, captum_method
 def smoothgrad(function: TokenFunction, options: Smoothgrad, captum: ModuleType) -> Scores:
     """Run `Smoothgrad`."""
 
-    def slopes(sequence: int) -> Tensor:
-        saliency = captum.Saliency(function.of_real(sequence))
-        vectors = function.vectors.detach()[sequence, function.real[sequence]]
+    def slopes(row: int) -> Tensor:
+        saliency = captum.Saliency(function.of_real(row))
+        vectors = function.vectors.detach()[row, function.real[row]]
         deviation = options.noise * (vectors.max() - vectors.min())
 
         def total() -> Tensor:
@@ -27,10 +27,10 @@ def smoothgrad(function: TokenFunction, options: Smoothgrad, captum: ModuleType)
                 scores += saliency.attribute(
                     (vectors + deviation * noise).requires_grad_(),
                     abs=options.sign == "abs",
-                    additional_forward_args=(function.sequences[sequence].expand(count),),
+                    additional_forward_args=(function.rows[row].expand(count),),
                 ).sum((0, -1))
             return scores
 
         return function.seeded(options.seed, total) / options.n_samples
 
-    return Scores(function.each_sequence(slopes))
+    return Scores(function.each_row(slopes))

@@ -101,12 +101,12 @@ class EmbeddedModel:
         self,
         vectors: Float[Tensor, "run token channel"],
         sequences: Int[Tensor, " run"],
-        positions: Int[Tensor, " batch"] | None,
+        positions: Int[Tensor, " run"] | None,
     ) -> Rerun:
         """Run the model on other vectors, inside `isolated`.
 
         `sequences` are indices of the traced sequences, whose other inputs, such as a mask, belong to the vectors. A
-        host that accepts `logits_to_keep` computes only the logits at `positions`, one for each traced sequence.
+        host that accepts `logits_to_keep` computes only the logits at `positions`, one for each of these sequences.
         """
         return self._call(vectors, sequences, positions)
 
@@ -173,10 +173,10 @@ class EmbeddedModel:
             origin.require_same(each)
         return vectors
 
-    def _call(self, vectors: Tensor, sequences: Int[Tensor, " run"], positions: Int[Tensor, " batch"] | None) -> Rerun:
+    def _call(self, vectors: Tensor, sequences: Int[Tensor, " run"], positions: Int[Tensor, " run"] | None) -> Rerun:
         arguments = of_sequences(self._trace, sequences)
         if positions is not None:
-            arguments = logits_at(self._model, arguments, lambda: [positions[sequences]], above=0)
+            arguments = logits_at(self._model, arguments, lambda: [positions], above=0)
         of_source = vectors.split([stream.shape[1] for stream in self.streams], 1)
         length = self._trace.target_stream.shape[1]
         with ExitStack() as replaced:

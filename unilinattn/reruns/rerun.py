@@ -56,13 +56,13 @@ def rerun(
     sequences: Int[Tensor, " run"],
     cuts: Sequence[Cut] = (),
     *,
-    positions: Int[Tensor, " batch"] | None = None,
+    positions: Int[Tensor, " run"] | None = None,
     ids: Int[Tensor, "run length"] | None = None,
 ) -> Rerun:
     """Run a traced model without gradients on some of its sequences, without some edges.
 
     `sequences` are indices of the traced sequences, each any number of times. A host that accepts `logits_to_keep`
-    computes only the logits at `positions`, one for each traced sequence. `ids` take the place of those of the
+    computes only the logits at `positions`, one for each of these sequences. `ids` take the place of those of the
     sequences, for inputs that have them.
 
     The caller compares the weights with those of the trace, once for all runs, because that reads all of them.
@@ -76,7 +76,7 @@ def rerun(
         assert name is not None
         arguments[name] = ids.to(arguments[name])
     if positions is not None:
-        arguments = logits_at(model, arguments, lambda: [positions[sequences]], above=0)
+        arguments = logits_at(model, arguments, lambda: [positions], above=0)
     output = run_without(model, partial(call_host, model, arguments), arguments, cuts, trace.opaque)
     length = trace.layers[-1].output.shape[1]
     return Rerun(output, (len(sequences), length), kept_positions(arguments, length), trace.explained_logit.sizes)
