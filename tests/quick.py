@@ -14,7 +14,10 @@ ONLY_RUN = ("tests/fla/", "tests/architectures/test_timm.py", "tests/models/test
 
 SLOW = (
     *(f"tests/{room}/" for room in ("evidence", "memory", "setups", "third_party", "tools")),
-    *(f"tests/test_{name}.py" for name in ("benchmarks", "million_tokens", "peers", "startup", "whole_models")),
+    *(
+        f"tests/test_{name}.py"
+        for name in ("answers", "benchmarks", "million_tokens", "peers", "startup", "whole_models")
+    ),
 )
 """Measurements, maintainers' commands, and new interpreters."""
 

@@ -289,6 +289,17 @@ def test_the_model_is_left_as_found(method: str) -> None:
     assert all(each.requires_grad and each.grad is None for each in model.parameters())
 
 
+@pytest.mark.parametrize("method", ["gradient", "input_x_gradient"])
+def test_gradients_of_a_trace_take_two_runs(method: str) -> None:
+    """One finds the vectors of the tokens, and one has the graph."""
+    model, _, found = hosted("llama")
+    runs: list[None] = []
+    handle = model.register_forward_hook(lambda *_: runs.append(None))
+    with handle:
+        explain(found, method=method, target=-1)
+    assert len(runs) == 2
+
+
 def test_the_logit_can_be_a_token_a_difference_or_a_function() -> None:
     found = hosted("mamba2")[2]
     with promoted():

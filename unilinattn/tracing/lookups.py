@@ -116,7 +116,7 @@ class Lookups:
     vectors: list[Float[Tensor, "batch token channel"]]
 
     def __init__(self, model: nn.Module, arguments: Mapping[str, Any], layers: Iterable[str], name: str) -> None:
-        """Run the model twice; inside `isolated`.
+        """Run the model once; inside `isolated`.
 
         `layers` are the paths of the token-mixing layers, and `name` is that of the argument with the ids.
         """
@@ -132,19 +132,17 @@ class Lookups:
             call_host(model, arguments)
         embedding = [read for read in reads.found if read.gives_own_vectors()]
         self._modules = {
-            read.module: Lookup(read.embed, read.rows, read.module)
+            read.source: Lookup(read.embed, read.rows, read.source)
             for read in embedding
-            if not any(other in embedding for other in read.inside)
+            if isinstance(read.source, nn.Module) and not any(other in embedding for other in read.inside)
         }
-
-        def record(lookup: Lookup, result: Tensor, ids: TokenIds) -> Tensor:
-            if not any(_same(other.source, lookup.source) for other in self.lookups):
-                self.lookups.append(lookup)
-                self.vectors.append(ids.by_token(result.detach()).clone())
-            return result
-
-        with self._intercepted(arguments, record):
-            call_host(model, arguments)
+        for read in reads.found:
+            is_lookup = isinstance(read.source, Tensor) or read.source in self._modules
+            if not is_lookup or any(other.source in self._modules for other in read.inside):
+                continue
+            if read.vectors is not None and not any(_same(other.source, read.source) for other in self.lookups):
+                self.lookups.append(Lookup(read.embed, read.rows, read.source))
+                self.vectors.append(read.vectors)
 
     @contextmanager
     def replaced(
@@ -190,31 +188,35 @@ class Lookups:
 
 @dataclass(eq=False)
 class _Read:
-    """A call of a module with the token ids as its only tensor.
+    """A call of a module with the token ids as its only tensor, or a lookup of the ids in a table.
 
     Attributes:
-        module: the module.
-        call: its arguments.
-        inside: the other calls of this kind that are running.
-        output: what it returned, if that is one vector for each id.
-        rows: the smallest number of rows of the tables in which it looked the ids up.
+        source: the module or the table.
+        call: the arguments of the module.
+        inside: the calls of modules of this kind that are running.
+        output: what the call returned, if that is one vector for each id.
+        vectors: the output by sequence and token.
+        rows: the number of rows of the table, or the smallest one of those in which the module looked the ids up.
     """
 
-    module: nn.Module
+    source: nn.Module | Tensor
     call: tuple[tuple[Any, ...], dict[str, Any]]
     inside: tuple["_Read", ...]
-    output: Tensor | None = None
+    output: Float[Tensor, "*axes channel"] | None = None
+    vectors: Float[Tensor, "batch token channel"] | None = None
     rows: int | None = None
 
     def embed(self, ids: Int[Tensor, "batch token"]) -> Float[Tensor, "batch token channel"]:
-        """Call the module on other ids."""
+        """Return the vectors of other ids."""
+        if isinstance(self.source, Tensor):
+            return functional.embedding(ids, self.source)
         args, kwargs = mapped(self.call, lambda t: ids.flatten() if t.ndim == 1 else ids)
-        result: Tensor = self.module(*args, **kwargs)
+        result: Tensor = self.source(*args, **kwargs)
         return result.reshape(*ids.shape, result.shape[-1])
 
     def gives_own_vectors(self) -> bool:
-        """Tell whether each id has one vector: the same at its position as twice in a sequence by itself."""
-        if self.output is None:
+        """Tell whether a module gives each id one vector: the same at its position as twice in a sequence by itself."""
+        if self.output is None or isinstance(self.source, Tensor):
             return False
         (ids,) = tensors(self.call)
         try:
@@ -227,17 +229,19 @@ class _Read:
 
 
 class _Reads:
-    """Records the calls of modules that read the token ids and no other tensor."""
+    """Records the calls of modules that read the token ids and no other tensor, and lookups of the ids in tables."""
 
     def __init__(self, ids: TokenIds) -> None:
         self._ids, self._open = ids, list[_Read]()
         self.found: list[_Read] = []
 
     def called(self, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
-        """Note the rows of the tables in which functions look the ids up."""
+        """Note a lookup in a table."""
         if self._ids.looks_up(func, args, result):
+            table = args[1]
             for read in self._open:
-                read.rows = min(len(args[1]), read.rows or len(args[1]))
+                read.rows = min(len(table), read.rows or len(table))
+            self._note(_Read(table, ((), {}), tuple(self._open), rows=len(table)), result)
         return result
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -248,11 +252,15 @@ class _Reads:
     def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Note its output, if that is one vector for each id."""
         if _reads_only(self._ids, args, kwargs):
-            read = self._open.pop()
-            vectors = output if isinstance(output, Tensor) and output.is_floating_point() else None
-            if vectors is not None and vectors.shape[:-1].numel() == self._ids.shape.numel():
-                read.output = vectors.detach().clone()
-            self.found.append(read)
+            self._note(self._open.pop(), output)
+
+    def _note(self, read: _Read, output: Any) -> None:
+        vectors = output if isinstance(output, Tensor) and output.is_floating_point() else None
+        if vectors is not None and vectors.shape[:-1].numel() == self._ids.shape.numel():
+            # The host may write into the output.
+            read.output = vectors.detach().clone()
+            read.vectors = self._ids.by_token(read.output)
+        self.found.append(read)
 
 
 def _reads_only(ids: TokenIds, args: Any, kwargs: Any) -> bool:
