@@ -22,6 +22,7 @@ if not torch.cuda.is_available():
 from hypothesis import settings
 
 import tests.signatures
+from tests.interpreter import quicken
 from tests.margins import Recorder
 from tests.quick import mark_combinations
 
@@ -61,6 +62,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = mark_combinations(items)
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
+
+
+# Modules of tests that run kernels have imported Triton by now.
+def pytest_collection_finish() -> None:
+    quicken()
 
 
 for name, examples in (("quick", 6), ("thorough", 12)):
