@@ -5,6 +5,7 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
 
+import gc
 import random
 import sys
 from collections.abc import Iterator
@@ -64,9 +65,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in left_out]
 
 
-# Modules of tests that run kernels have imported Triton by now.
 def pytest_collection_finish() -> None:
+    # Modules of tests that run kernels have imported Triton by now.
     quicken()
+    # The garbage collector would look through all imported modules and collected tests, which takes half a second.
+    gc.freeze()
 
 
 for name, examples in (("quick", 6), ("thorough", 12)):
