@@ -5,6 +5,7 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
 
+import gc
 import random
 import sys
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ if not torch.cuda.is_available():
 from hypothesis import settings
 
 import tests.signatures
+from tests.interpreter import quicken
 from tests.margins import Recorder
 from tests.quick import mark_combinations
 
@@ -61,6 +63,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = mark_combinations(items)
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_collection_finish() -> None:
+    # Modules of tests that run kernels have imported Triton by now.
+    quicken()
+    # The garbage collector would look through all imported modules and collected tests, which takes half a second.
+    gc.freeze()
 
 
 for name, examples in (("quick", 6), ("thorough", 12)):

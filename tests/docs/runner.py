@@ -5,6 +5,7 @@ forked after the imports that most of them share: matplotlib, and those of a tra
 """
 
 import contextlib
+import gc
 import io
 import json
 import os
@@ -50,6 +51,8 @@ def main() -> None:
     torch.set_num_threads(1)
     for host in ("mamba", "mamba2", "transformer"):
         unilinattn.explain(load("induction", host), torch.arange(8)[None], progress=False)
+    # The children share these objects, and their collectors do not look through them.
+    gc.freeze()
     results = []
     for program in json.load(sys.stdin):
         reader, writer = os.pipe()

@@ -112,6 +112,11 @@ def test_groups_are_the_channels_that_a_stage_treats_separately() -> None:
     assert channel_groups([parts["scale a group"], Scale("gate", normal(1, 1, 2))]) == 6
     assert channel_groups([parts["scale a group"], parts["centre"]]) is None
     assert channel_groups([]) == 1
+    # Branches inside branches are read once at each level: twice would be 2^50 times.
+    nested: Stage = parts["scale a group"]
+    for _ in range(50):
+        nested = Branch("branch", ((nested,),))
+    assert channel_groups([nested]) == channel_groups([parts["scale a group"]])
 
 
 def test_a_chain_runs_in_order_and_back() -> None:

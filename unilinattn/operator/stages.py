@@ -339,9 +339,11 @@ def channel_groups(stages: Iterator[Stage] | Sequence[Stage]) -> int | None:
     """Return the least common multiple of the stages' groups, None if a stage mixes channels."""
     total = 1
     for stage in stages:
-        if stage.groups is None:
+        # Read once: that of a branch reads those of its stages, and branches may be nested deeply.
+        groups = stage.groups
+        if groups is None:
             return None
-        total = lcm(total, stage.groups)
+        total = lcm(total, groups)
     return total
 
 

@@ -126,7 +126,8 @@ def _inner_parts(inner: int, programs: int) -> tuple[int, int]:
 
     The sizes alone decide, so a sum has the same order in each run.
     """
-    width = max(LEAST, -(-inner * programs // PROGRAMS))
+    # No part is wider than the whole axis.
+    width = min(inner, max(LEAST, -(-inner * programs // PROGRAMS)))
     width = -(-width // 32) * 32
     return -(-inner // width), width
 
