@@ -1,6 +1,6 @@
 """Evaluate the studies from the shipped weights, and say which claims hold.
 
-python -m evidence                      every recorded study, from the shipped weights
+python -m evidence                      every recorded study, from the shipped weights, compared with the record
 python -m evidence copying --train      train the models of one study first
 python -m evidence real                 methods on pretrained checkpoints that pip fetches, or on those named after it
 python -m evidence --quick              one seed and few samples, compared with the recorded numbers
@@ -114,6 +114,13 @@ def evaluate(one: Study, weights: Path, out: Path, processes: Processes, say: An
         of_claim = [row for row in rows if row["claim"] == at]
         say(f"{verdict(claim, of_claim)}: {claim.text} ({claim.source})\n  {reason(of_claim) or claim.untested}")
     return results, seconds
+
+
+def compared(one: Study, results: Results) -> str:
+    """Return how many numbers of a study are as recorded, and those that differ, in words."""
+    count, different = record.differences(record.summaries(results.tables), record.read(one.name)["numbers"])
+    summary = f"{one.name}: {count - len(different)} of {count} numbers as recorded"
+    return "\n  ".join([summary, *different])
 
 
 def described(one: Study, results: Results, weights: Path, quick: Any, seconds: float) -> record.Numbers:
@@ -230,6 +237,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0 if repeat_quickly(studies, weights, options.out, processes) else 1
         for one in studies:
             results, seconds = evaluate(one, weights, options.out, processes, say)
+            if not options.write and one.name in recorded():
+                say(f"\n{compared(one, results)}")
             if options.write:
                 quick = record.summaries(measured(one, weights, options.out, quick=True))
                 # Pictures explain models, which all processes do together.

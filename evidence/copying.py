@@ -24,6 +24,7 @@ from evidence.baselines import (
 )
 from evidence.claims import HERE, Claim, Results
 from evidence.comparisons import better, within
+from evidence.operators import by_operators
 from evidence.pictures import figure
 from evidence.remembered import remembered
 from evidence.study import BATCH, Model, Size, Study, View
@@ -58,9 +59,13 @@ END_TO_END: Mapping[str, Any] = {
     "lrp": ("lrp", {}),
     "attn_lrp": ("attn_lrp", {}),
     CAUSAL.label: CAUSAL,
-    "gradient": ("gradient", {}),
-    "input x gradient": ("input_x_gradient", {}),
-    "integrated gradients": ("integrated_gradients", {"n_steps": 16}),
+    **by_operators(
+        {
+            "gradient": "gradient",
+            "input x gradient": "input_x_gradient",
+            "integrated gradients": ("integrated_gradients", {"n_steps": 16}),
+        }
+    ),
 }
 """Methods that compose all layers."""
 

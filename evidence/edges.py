@@ -15,16 +15,19 @@ import unilinattn as ula
 from evidence.claims import HERE, Claim, Results
 from evidence.comparisons import Comparison
 from evidence.comparisons import better as of_models
+from evidence.operators import by_operators
 from evidence.pictures import dots
 from evidence.rows import number
-from evidence.study import BATCH, Size, Study, View
+from evidence.study import Size, Study, View
+from evidence.tasks import BATCH, TASKS, UNIT, hosts_by_task, sizes_text
 from evidence.tasks import METHODS as COMMON
-from evidence.tasks import TASKS, UNIT, hosts_by_task, sizes_text
 from evidence.training import scored_seed, selection_seed
 from unilinattn.evaluation import Sample, Table
 from unilinattn.evaluation.case import Case
 from unilinattn.evaluation.measures import Measurement, Metric
+from unilinattn.evaluation.plan import batches
 from unilinattn.evaluation.processes import Processes
+from unilinattn.host.substitution import through_operators
 from unilinattn.operator.edges import Edges, Groups
 from unilinattn.operator.operator import MixerOperator
 from unilinattn.reruns.cut import Cut
@@ -34,7 +37,7 @@ from unilinattn.tracing.trace import Trace
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-METHODS: Mapping[str, Any] = {**COMMON, "knockout": "knockout"}
+METHODS: Mapping[str, Any] = {**COMMON, **by_operators({"knockout": "knockout"})}
 
 TOKENS = (1, 4)
 """Numbers of tokens whose edges to other tokens are cut in all layers."""
@@ -66,17 +69,27 @@ def logits_without(
 ) -> Float[Tensor, "run class"]:
     """Return the logits at the position of each traced sequence, in runs of some sequences without edges of layers."""
     without = [Cut(Masked(edges), layers=[layer]) for layer, edges in enumerate(cuts.unbind(1)) if edges.any()]
-    return rerun(trace, sequences, without, positions=positions[sequences]).logits(positions[sequences])[:, 0]
+    with through_operators(trace.host):
+        return rerun(trace, sequences, without, positions=positions[sequences]).logits(positions[sequences])[:, 0]
 
 
 def falls(
-    trace: Trace, sequence: int, position: int, cuts: Bool[Tensor, "run layer query key"]
+    trace: Trace,
+    sequences: Int[Tensor, " run"],
+    positions: Int[Tensor, " batch"],
+    cuts: Bool[Tensor, "run layer query key"],
 ) -> Float[Tensor, " run"]:
-    """Return the predicted logit at a position of a traced sequence, less that of runs without some edges of layers."""
-    sequences = torch.full((len(cuts),), sequence)
-    positions = torch.full((trace.layers[-1].output.shape[0],), position)
-    whole = logits_without(trace, sequences[:1], positions, torch.zeros_like(cuts[:1]))[0]
-    return whole.max() - logits_without(trace, sequences, positions, cuts)[:, whole.argmax()]
+    """Return the predicted logit at the position of each traced sequence, less that of runs without some edges.
+
+    `sequences`: the index of the traced sequence of each run.
+    """
+    every = torch.arange(len(positions))
+    # The whole sequences are runs without cuts, of the same batch.
+    uncut = cuts.new_zeros(len(every), *cuts.shape[1:])
+    logits = logits_without(trace, torch.cat([every, sequences]), positions, torch.cat([uncut, cuts]))
+    whole, without = logits[: len(every)], logits[len(every) :]
+    predicted = whole.argmax(1, keepdim=True)[sequences]
+    return (whole[sequences].gather(1, predicted) - without.gather(1, predicted)).squeeze(1)
 
 
 def token_falls(cases: Sequence[Case], count: int) -> list[Measurement]:
@@ -119,22 +132,21 @@ def _sorted(key: tuple[int, ...]) -> tuple[int, ...]:
 METRICS = {f"{k} cut": Metric("fall", partial(token_falls, count=k), of_batch=True) for k in TOKENS}
 
 
-def edge_scores(trace: Trace, target: int) -> dict[str, Float[Tensor, "layer query key"]]:
-    """Return scores of every edge of every layer, by method.
+def edge_scores(trace: Trace, targets: Sequence[int]) -> dict[str, Float[Tensor, "layer batch query key"]]:
+    """Return scores of every edge of every layer, by method, for the target of each sequence.
 
     `gradient x contribution` is dy_i . T_ij x_j, the first-order part of the logit that an edge carries.
     """
-    scores = {
-        method: ula.explain(trace, method=method, progress=False).scores[:, 0] for method in ("raw", "latim", "alti")
-    }
-    (gradients,) = trace.gradients([target])
+    scores = {method: ula.explain(trace, method=method, progress=False).scores for method in ("raw", "latim", "alti")}
+    (gradients,) = trace.gradients([list(targets)])
     shares = []
     for layer, gradient in zip(trace.layers, gradients, strict=True):
         vectors = layer.operator.contributions(torch.arange(layer.output.shape[1]))
-        shares.append(torch.einsum("io,ijo->ij", gradient[0], vectors[0]))
+        shares.append(torch.einsum("bio,bijo->bij", gradient, vectors))
     scores["gradient x contribution"] = torch.stack(shares)
-    generator = torch.Generator().manual_seed(target)
-    scores["random"] = torch.rand(scores["raw"].shape, generator=generator)
+    generators = [torch.Generator().manual_seed(target) for target in targets]
+    shape = (len(trace.layers), *scores["raw"].shape[2:])
+    scores["random"] = torch.stack([torch.rand(shape, generator=generator) for generator in generators], 1)
     return scores
 
 
@@ -150,29 +162,40 @@ def highest_edges(scores: Float[Tensor, "layer query key"], target: int, count: 
 def _single_edges(models: Mapping[str, Callable[[], nn.Module]], samples: Sequence[Sample]) -> list[dict[str, Any]]:
     """Return the falls for single edges: a row for each model, sample, method and number of edges."""
 
+    units = batches(samples, BATCH)
+
     def run(keys: Sequence[tuple[str, int]]) -> dict[tuple[str, int], list[dict[str, Any]]]:
         rows: dict[tuple[str, int], list[dict[str, Any]]] = {}
         hosts = {model: models[model]() for model in dict(keys)}
-        for model, at in keys:
-            sample = samples[at]
-            assert sample.target is not None
-            trace = ula.trace(hosts[model], sample.inputs, progress=False)
-            by_method = edge_scores(trace, sample.target)
+        for model, unit in keys:
+            of_unit = [samples[at] for at in units[unit]]
+            targets = [sample.target for sample in of_unit if sample.target is not None]
+            trace = ula.trace(hosts[model], torch.cat([sample.inputs for sample in of_unit]), progress=False)
+            by_method = edge_scores(trace, targets)
+            sequences = torch.arange(len(targets)).repeat(len(by_method))
             by_count = {}
             for k in EDGES:
                 # A run takes a pass of an operator for each key of the sequence with most of them.
-                cuts = torch.stack([highest_edges(scores, sample.target, k) for scores in by_method.values()])
-                by_count[k] = dict(zip(by_method, falls(trace, 0, sample.target, cuts).tolist(), strict=True))
-            rows[model, at] = [
-                number(method, f"{k} cut", by_count[k][method], model=model, sample=str(at))
+                cuts = [
+                    highest_edges(scores[:, sequence], target, k)
+                    for scores in by_method.values()
+                    for sequence, target in enumerate(targets)
+                ]
+                measured = falls(trace, sequences, torch.tensor(targets), torch.stack(cuts))
+                by_count[k] = dict(zip(by_method, measured.view(len(by_method), -1).tolist(), strict=True))
+            rows[model, unit] = [
+                number(method, f"{k} cut", by_count[k][method][sequence], model=model, sample=str(at))
+                for sequence, at in enumerate(units[unit])
                 for method in by_method
                 for k in EDGES
             ]
         return rows
 
-    keys = [(model, at) for model in models for at in range(len(samples))]
+    keys = [(model, unit) for model in models for unit in range(len(units))]
     measured = Processes().spread(keys, lambda key: None, run)
-    return [row for rows in measured.values() for row in rows]
+    names = list(models)
+    every = [row for rows in measured.values() for row in rows]
+    return sorted(every, key=lambda row: (names.index(row["model"]), int(row["sample"])))
 
 
 class EdgesStudy(Study):

@@ -14,9 +14,9 @@ from evidence.claims import HERE, Claim, Results
 from evidence.comparisons import Comparison
 from evidence.comparisons import better as of_models
 from evidence.pictures import dots
-from evidence.study import BATCH, Size, Study, View
+from evidence.study import Size, Study, View
+from evidence.tasks import BATCH, TASKS, UNIT, hosts_by_task, labelled, sizes_text
 from evidence.tasks import METHODS as COMMON
-from evidence.tasks import TASKS, UNIT, hosts_by_task, labelled, sizes_text
 from evidence.training import scored_seed, selection_seed
 from unilinattn.evaluation import Sample, Table
 from unilinattn.evaluation.case import Case

@@ -21,8 +21,9 @@ FOLDER = Path(__file__).parent
 SEEDS = (0, 1, 2)
 """Seeds of the models, each an initialisation, an order of the training batches, and samples to score and select."""
 
-BATCH = 12
-"""Most samples that one run of a model explains: each of two processes gets half of the batches of a seed."""
+BATCH = 18
+"""Most samples that one run of a model explains: a quarter of 72, and all of 72 that have one of four lengths, so that
+each of two processes gets half of the batches of a seed."""
 
 
 @dataclass(frozen=True)

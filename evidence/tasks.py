@@ -26,6 +26,10 @@ METHODS: Mapping[str, Any] = {
 """Methods that the tasks' studies compare; the first three keep a layer axis, of which the scored one is chosen."""
 
 
+BATCH = 12
+"""Most samples that one run of a model explains: each of two processes gets one of the two batches of 23."""
+
+
 @dataclass(frozen=True)
 class Task:
     """A task with trained models.

@@ -1,6 +1,7 @@
 """Maps of many images at once, and their numbers against the masks and on changed images."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -19,6 +20,7 @@ from unilinattn.evaluation.segmentation import foreground_of, overlaps
 from unilinattn.evaluation.table import PARTS
 from unilinattn.host.substitution import through_operators
 from unilinattn.results.attribution import Attribution
+from unilinattn.tracing.gradients import one_gradient
 from unilinattn.tracing.trace import Trace
 
 ANOTHER = "another image"
@@ -28,6 +30,9 @@ Maps = Mapping[str, Float[Tensor, "image patch"]]
 """Maps by the label of their row."""
 
 Row = Mapping[str, Any]
+
+GRADIENTS = ("gradient", "input_x_gradient", "integrated_gradients")
+"""Methods by gradients at the embeddings."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +44,10 @@ class Explained:
 
     def explain(self, trace: Trace, target: int) -> Attribution:
         """Return the scores of a batch of images."""
-        return ula.explain(trace, method=self.method, target=target, progress=False, **self.options)
+        # Methods by captum run the model again: the operators take half of the time of the host's loop over tokens.
+        runs = through_operators(trace.host) if self.method in GRADIENTS else nullcontext()
+        with runs:
+            return ula.explain(trace, method=self.method, target=target, progress=False, **self.options)
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,12 +114,13 @@ def method_maps(
     The layer is that which finds most on other images, `selection`, by the average precision of the foreground.
     """
     maps, layers = {}, {}
-    for label, explained in methods.items():
-        by_layer = layer_maps(host, images, explained)
+    with one_gradient(traced(host, images)):
+        every = {label: layer_maps(host, images, explained) for label, explained in methods.items()}
+    for label, by_layer in every.items():
         maps[label], layers[label] = by_layer[0], "all"
         if len(by_layer) > 1:
             assert selection is not None
-            precisions = [_precision(selection, layer) for layer in layer_maps(host, selection, explained)]
+            precisions = [_precision(selection, layer) for layer in layer_maps(host, selection, methods[label])]
             best = max(range(len(precisions)), key=precisions.__getitem__)
             maps[label], layers[label] = by_layer[best], str(best)
     return maps, layers
@@ -193,7 +202,6 @@ def change_rows(
     for label, scores in maps.items():
         relevance = scores.view(-1, *GRID)
         for masking in dict.fromkeys(masking for masking, _ in curves.values()):
-            # The operators compute what the host's loop over tokens does, in half of its time.
             with through_operators(host):
                 test = untested(host, images, masking).of_scores(relevance)
                 for metric, (of_masking, name) in curves.items():

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from evidence import NAMES, __main__, real_page, record, study
+from evidence.claims import Results
 from evidence.copying import CopyingStudy
 from evidence.rows import number
 from evidence.study import Size
@@ -19,9 +20,13 @@ ROOT = Path(__file__).parents[2]
 RECORDED = [name for name in NAMES if (record.RESULTS / f"{name}.json").is_file()]
 
 
-def summaries(value: float) -> list[dict]:
+def tables(value: float) -> dict[str, dict[int, Table]]:
     table = Table([number("raw", "ap", value, model="m", sample=str(at)) for at in range(2)])
-    return record.summaries({"t": {0: table, 1: table}})
+    return {"t": {0: table, 1: table}}
+
+
+def summaries(value: float) -> list[dict]:
+    return record.summaries(tables(value))
 
 
 def test_a_summary_has_a_value_for_each_seed() -> None:
@@ -49,6 +54,14 @@ def test_repeated_numbers_that_differ_or_are_missing_are_listed() -> None:
     assert lines == ["t m raw ap: [0.5, 0.5], recorded [0.52, 0.52]"]
     assert record.differences(summaries(0.5), [])[1] == ["t m raw ap: not recorded"]
     assert record.differences([], summaries(0.5))[1] == ["t m raw ap: not measured"]
+
+
+def test_a_whole_run_says_how_many_numbers_are_as_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "read", lambda name: {"numbers": summaries(0.5), "quick": []})
+    one = study("copying")
+    assert __main__.compared(one, Results(tables(0.5))) == "copying: 1 of 1 numbers as recorded"
+    different = __main__.compared(one, Results(tables(0.6)))
+    assert different == "copying: 0 of 1 numbers as recorded\n  t m raw ap: [0.6, 0.6], recorded [0.5, 0.5]"
 
 
 def test_the_pages_are_written_from_the_record() -> None:

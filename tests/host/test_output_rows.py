@@ -15,6 +15,7 @@ from tests.host.test_host_calls import SMALL, VISION, ids, model_of
 from tests.tracing.models import Block, Model, added
 from unilinattn.errors import ExactnessError, InputError, UncoveredError
 from unilinattn.host.inputs import call_host
+from unilinattn.host.logits import positions_of
 from unilinattn.registry import Architecture, overridden
 from unilinattn.testing import TOLERANCES
 
@@ -294,3 +295,15 @@ def test_an_output_that_depends_on_the_cache_is_refused() -> None:
     with pytest.raises(InputError, match="Pass use_cache=False to explain the model without it"):
         ula.trace(Cached(), inputs, progress=False)
     assert ula.trace(Cached(), {**inputs, "use_cache": False}, progress=False).layers
+
+
+def test_targets_count_the_real_tokens_of_each_sequence() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        real = torch.rand(4, 9, generator=generator) < 0.6
+        real[:, 4] = True
+        counts = real.sum(1).tolist()
+        targets = [int(torch.randint(-count, count, (), generator=generator)) for count in counts]
+        expected = [real[row].nonzero().flatten().tolist()[target] for row, target in enumerate(targets)]
+        assert positions_of(targets, real).tolist() == expected
+        assert positions_of(-1, real).tolist() == [row.nonzero().max().item() for row in real]

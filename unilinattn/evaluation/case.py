@@ -169,8 +169,10 @@ class Case:
             return real
         if queries and queries != [keys]:
             raise InputError(f"scores of shape {tuple(self.scores.shape)} have no default keys; give `valid`.")
-        causal = all(is_causal(layer.operator) for layer in self.trace.layers if not layer.opaque)
-        others = earlier_keys(keys) if causal else ~torch.eye(keys, dtype=torch.bool, device="cpu")
+        # The same for all methods and samples of the trace.
+        if is_causal not in self.shared:
+            self.shared[is_causal] = all(is_causal(layer.operator) for layer in self.trace.layers if not layer.opaque)
+        others = earlier_keys(keys) if self.shared[is_causal] else ~torch.eye(keys, dtype=torch.bool, device="cpu")
         return (others if queries else others[self.position]) & real
 
 

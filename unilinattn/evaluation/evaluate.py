@@ -26,6 +26,7 @@ from unilinattn.options import Options
 from unilinattn.progress import bars
 from unilinattn.progress import progress as steps
 from unilinattn.results.attribution import Attribution
+from unilinattn.tracing.gradients import one_gradient
 from unilinattn.tracing.trace import Trace, trace
 from unilinattn.tracing.trust import Trust
 
@@ -254,15 +255,16 @@ class _Work:
         traced = self._trace(batch, f"sample {first}")
         with self._located(f"sample {first}"):
             self._observer.traced(traced)
-        for scorer in plan.scorers:
-            if scorer.label in self._refused:
-                continue
-            try:
-                for index, measured in self._measured(scorer, traced, batch, layers).items():
-                    rows[index] += measured
-            except (InputError, UncoveredError) as error:
-                self._observer.refused(scorer.label, error)
-                self._refused.add(scorer.label)
+        with one_gradient(traced):
+            for scorer in plan.scorers:
+                if scorer.label in self._refused:
+                    continue
+                try:
+                    for index, measured in self._measured(scorer, traced, batch, layers).items():
+                        rows[index] += measured
+                except (InputError, UncoveredError) as error:
+                    self._observer.refused(scorer.label, error)
+                    self._refused.add(scorer.label)
         for label in plan.metrics:
             if not self._refused and all(row["metric"] != label for sample in rows.values() for row in sample):
                 raise InputError(

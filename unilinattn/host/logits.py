@@ -160,13 +160,13 @@ def positions_of(
         raise InputError(f"target {target!r} is no position; give an int, or a list with one int a sequence.")
     if targets.ndim == 1 and targets.numel() != batch:
         raise InputError(f"target names {targets.numel()} positions for {batch} sequences; give one each, or one int.")
-    positions = []
-    for b, t in enumerate(targets.expand(batch).tolist()):
-        tokens = real[b].nonzero().squeeze(1)
-        if not -len(tokens) <= t < len(tokens):
-            raise InputError(f"target {t} is out of range: sequence {b} has {len(tokens)} real positions.")
-        positions.append(int(tokens[t]))
-    return torch.tensor(positions, device="cpu")
+    targets, counts = targets.expand(batch), real.sum(1)
+    outside = (targets < -counts) | (targets >= counts)
+    if bool(outside.any()):
+        b = int(outside.nonzero()[0])
+        raise InputError(f"target {int(targets[b])} is out of range: sequence {b} has {int(counts[b])} real positions.")
+    number = torch.where(targets < 0, targets + counts, targets)
+    return (real & (real.cumsum(1) == number[:, None] + 1)).int().argmax(1).cpu()
 
 
 def logits_wanted(logit: Any) -> list[int]:

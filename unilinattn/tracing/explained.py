@@ -75,7 +75,7 @@ class ExplainedLogit:
             return chosen_ids(logits, logit)
         prediction = self.prediction(target)
         if prediction is None:
-            prediction = self._predictions[self._positions_of(target)] = logits.detach().argmax(-1)
+            prediction = self._predictions[self.positions_of(target)] = logits.detach().argmax(-1)
         return prediction.to(logits.device).reshape(*logits.shape[:-1], 1)
 
     def prediction(self, target: Any) -> Int[Tensor, "batch *query"] | None:
@@ -83,7 +83,7 @@ class ExplainedLogit:
 
         None if no run has computed the logits there, and for an output without logits.
         """
-        positions = self._positions_of(target)
+        positions = self.positions_of(target)
         if positions not in self._predictions and self.is_computed and self.exists:
             self._predictions[positions] = (
                 self._logits(self._output, target, self._computed_positions).detach().argmax(-1)
@@ -162,7 +162,7 @@ class ExplainedLogit:
             logits is None or not by_token or self._computed_positions is not None or logits.shape[1] == self._tokens[1]
         )
 
-    def _positions_of(self, target: Any) -> tuple[int, ...] | None:
+    def positions_of(self, target: Any) -> tuple[int, ...] | None:
         """Return the positions of a target, None for all and for class logits, which have no positions."""
         return None if target is None or not self.by_token else tuple(self._positions(target).tolist())
 

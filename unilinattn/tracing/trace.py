@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from unilinattn.tracing.agreement import CACHE_FLAG, compared_with_call
 from unilinattn.tracing.builder import LayerBuilder
 from unilinattn.tracing.explained import ExplainedLogit
 from unilinattn.tracing.gradient_cost import frozen_cost, gradient_cost
-from unilinattn.tracing.gradients import gradient_of
+from unilinattn.tracing.gradients import gradient_of, shared_gradient
 from unilinattn.tracing.layer import Layer, Step, WithoutVectorsError
 from unilinattn.tracing.padding import masks_of_streams, warn_of_leaks, warn_of_recorded_leaks
 from unilinattn.tracing.recording import covered_run
@@ -164,12 +164,14 @@ class Trace:
     ) -> Iterator[tuple[Float[Tensor, "batch query out"], ...]]:
         """Yield `gradient` for each target, a forward and a backward pass each.
 
-        Nothing is kept between targets. Raises `ModelStateError` if a weight changes before the last one.
+        Nothing is kept between targets, but for the last one inside of `one_gradient`. Raises `ModelStateError` if a
+        weight changes before the last one.
         """
         self.require_whole("gradients")
         for target in list(targets):
             self.weights.require_same(self.host, self.model, "this gradient would not be that of the traced model")
-            yield gradient_of(self.host, self.layers, self.opaque, self.explained_logit, target, logit)
+            compute = partial(gradient_of, self.host, self.layers, self.opaque, self.explained_logit, target, logit)
+            yield compute() if callable(logit) else shared_gradient(self, target, logit, compute)
 
     def require_whole(self, what: str) -> None:
         """Raise `UncoveredError` if the trace was made in pieces."""
