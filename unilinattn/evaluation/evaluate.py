@@ -22,6 +22,7 @@ from unilinattn.evaluation.samples import Sample
 from unilinattn.evaluation.scorers import BASELINES, Scorer
 from unilinattn.evaluation.store import Store
 from unilinattn.evaluation.table import PARTS, Table, pool
+from unilinattn.frozen.token_pass import latest_run
 from unilinattn.options import Options
 from unilinattn.progress import bars
 from unilinattn.progress import progress as steps
@@ -255,7 +256,7 @@ class _Work:
         traced = self._trace(batch, f"sample {first}")
         with self._located(f"sample {first}"):
             self._observer.traced(traced)
-        with one_gradient(traced):
+        with one_gradient(traced), latest_run(traced):
             for scorer in plan.scorers:
                 if scorer.label in self._refused:
                     continue

@@ -121,7 +121,9 @@ class LiveRun(TokenRun):
 
 def live(trace: Trace, targets: Sequence[Target] | None = None) -> LiveRun:
     """Run a traced model once more by the rules of relevance, see `LiveRun`."""
-    return shared_run(trace, targets, "live", lambda positions: LiveRun(trace, positions))
+    trace.weights.require_same(trace.host, trace.model, "its relevances would not be those of the traced model")
+    with trace.weights.compared():
+        return shared_run(trace, targets, "live", lambda positions: LiveRun(trace, positions))
 
 
 class LivePass(TokenPass):

@@ -1,6 +1,6 @@
 """`TokenPass`: one pass of a host in which the vectors of the tokens are leaves of the graph."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self, TypeVar
@@ -227,9 +227,20 @@ Case = tuple[Target, Logit]
 
 
 def shared_run(
-    trace: Trace, targets: Sequence[Target] | None, rule: object, run: Callable[[Sequence[Target] | None], Run]
+    trace: Trace, targets: Sequence[Target] | None, rule: Hashable, run: Callable[[Sequence[Target] | None], Run]
 ) -> Run:
-    """Return `run(targets)`, or inside of `one_run` the only run by this rule, which is that of all positions."""
+    """Return `run(targets)`, or inside of `one_run` and `latest_run` a run by this rule that they keep.
+
+    The caller compares the weights with those of the trace.
+    """
+    if trace in _latest:
+        positions = None if targets is None else tuple(tuple(trace.positions(each).tolist()) for each in targets)
+        key, latest = (rule, positions), _latest[trace]
+        if key not in latest:
+            # The graph of the former run is free before another one is made.
+            latest.clear()
+            latest[key] = run(targets)
+        return latest[key]
     if targets is None or trace not in _shared:
         return run(targets)
     cases, runs = _shared[trace]
@@ -244,6 +255,7 @@ def shared_cases(trace: Trace, case: Case) -> Sequence[Case]:
 
 
 _shared: "WeakKeyDictionary[Trace, tuple[Sequence[Case], dict[object, Any]]]" = WeakKeyDictionary()
+_latest: "WeakKeyDictionary[Trace, dict[Hashable, Any]]" = WeakKeyDictionary()
 
 
 @contextmanager
@@ -257,3 +269,16 @@ def one_run(trace: Trace, cases: Sequence[Case]) -> Iterator[None]:
         yield
     finally:
         del _shared[trace]
+
+
+@contextmanager
+def latest_run(trace: Trace) -> Iterator[None]:
+    """Inside the context, `frozen` and `live` return the run before if it is by the same rule for the same targets.
+
+    For methods that run in turn. One run keeps its graph at a time.
+    """
+    _latest[trace] = {}
+    try:
+        yield
+    finally:
+        del _latest[trace]

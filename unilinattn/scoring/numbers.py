@@ -263,9 +263,11 @@ def captum_method(
             if target is not None:
                 case = target, options.scalar
                 cases = shared_cases(trace, case)
-                every = shared_run(
-                    trace, [target], options.model_copy(update={"logit": None}), lambda _: explained(cases)
-                )
+                if len(cases) == 1:
+                    return explained(cases).of_case(0, options, target)
+                # The same method explains each of them in turn.
+                of_any_logit = options.model_copy(update={"logit": None})
+                every = shared_run(trace, [target], of_any_logit, lambda _: explained(cases))
                 return every.of_case(cases.index(case), options, target)
             if not every_query:
                 raise OptionError(
