@@ -300,6 +300,24 @@ def test_gradients_of_a_trace_take_two_runs(method: str) -> None:
     assert len(runs) == 2
 
 
+def test_queries_of_inputs_that_cannot_be_repeated_are_explained_one_by_one() -> None:
+    """An argument with three rows belongs to two sequences, of which none can be repeated."""
+
+    class WithTable(nn.Module):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, input_ids: Tensor, table: Tensor) -> Any:
+            return self.model(input_ids, use_cache=False)
+
+    model, given, found = hosted("llama")
+    with promoted():
+        other = trace(WithTable(model).eval(), {**given, "table": torch.ones(3, 2)})
+        whole, plain = (explain(each, method="gradient").scores for each in (other, found))
+    assert relative_error(whole, plain) <= LIMIT
+
+
 def test_the_logit_can_be_a_token_a_difference_or_a_function() -> None:
     found = hosted("mamba2")[2]
     with promoted():

@@ -22,7 +22,7 @@ from unilinattn.options.bases import ScalarOptions
 from unilinattn.progress import progress
 from unilinattn.registry import register_method
 from unilinattn.reruns.embedded import EmbeddedModel
-from unilinattn.reruns.rerun import Rerun
+from unilinattn.reruns.rerun import Rerun, of_sequences
 from unilinattn.results.attribution import Attribution
 from unilinattn.scoring.base import stored_options, trace_bytes
 from unilinattn.scoring.joint import Axes
@@ -197,8 +197,15 @@ class TokenFunction:
         return runs_at_once(rows * self.vectors.shape[1], rows * size)
 
     def cases_at_once(self) -> int:
-        """Return the number of cases in one run with gradients, each row of which has logits at the targets of all."""
+        """Return the number of cases in one run with gradients, each row of which has logits at the targets of all.
+
+        One for inputs of which no sequence can be repeated (see `of_sequences`).
+        """
         rows, length = self._model.vectors.shape[:2]
+        try:
+            of_sequences(self._trace, torch.arange(rows, device="cpu").repeat(2))
+        except UncoveredError:
+            return 1
         # The logits, those in float32 and their gradients.
         logits = 3 * 4 * self._trace.explained_logit.elements_at(length)
         return runs_at_once(rows * length, rows * self._graph_bytes + logits)
