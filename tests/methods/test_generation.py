@@ -24,12 +24,12 @@ from tests.texts import LONDON, PARIS, VOCABULARY, mamba, tokenizer
 from unilinattn.errors import InputError, ModelStateError, OptionError, UncoveredError, UnilinattnError
 from unilinattn.frozen.live import LiveRun
 from unilinattn.frozen.run import FrozenRun
+from unilinattn.host import weights
 from unilinattn.reruns.embedded import EmbeddedModel
 from unilinattn.scoring import numbers
 from unilinattn.testing import promoted
 from unilinattn.testing.hosts import basic, delta, latent, recurrent
 from unilinattn.testing.hosts import mamba as mamba_hosts
-from unilinattn.tracing import weights
 from unilinattn.viz.colours import shown
 
 PROMPT = "The capital of France"

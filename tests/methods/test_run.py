@@ -15,9 +15,9 @@ from tests.methods.hosts import BATCH, HOSTS, LENGTH, inputs, real_tokens, trace
 from tools.sweep_configs import tiny_config
 from unilinattn import methods
 from unilinattn.errors import InputError, ModelStateError, NonFiniteError, OptionError, UncoveredError
+from unilinattn.host import weights
 from unilinattn.methods import alti, compare, estimate, explain, knockout, latim, lrp, rollout
 from unilinattn.results.attribution import Attribution
-from unilinattn.tracing import weights
 from unilinattn.tracing.trace import Trace, trace
 
 

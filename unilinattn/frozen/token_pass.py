@@ -15,12 +15,12 @@ from unilinattn.call.axes import as_tokens, in_shape
 from unilinattn.errors import UncoveredError
 from unilinattn.frozen.layers import require_transparent
 from unilinattn.frozen.shares import Stream
+from unilinattn.host.explained import ExplainedLogit
 from unilinattn.host.forwards import Forward
 from unilinattn.host.logits import Logit, one_each
 from unilinattn.host.observer import Inputs, Observer
 from unilinattn.host.products import Products
 from unilinattn.host.wrappers import require_gradients
-from unilinattn.tracing.explained import ExplainedLogit
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.lookups import TokenIds
 from unilinattn.tracing.token_source import Source, find_sources, require_alone

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from unilinattn.errors import UncoveredError
 from unilinattn.memory import reserved
-from unilinattn.methods.published import CodeRun, code_cost, token_weights
 from unilinattn.options import weighted
 from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
@@ -27,6 +26,7 @@ from unilinattn.scoring.maps import (
     vecmat,
     vecmat_cost,
 )
+from unilinattn.scoring.published import CodeRun, code_cost, token_weights
 from unilinattn.scoring.scaled import Blocks
 from unilinattn.scoring.selection import mixing_operator, one_scalar
 from unilinattn.tracing.layer import Layer

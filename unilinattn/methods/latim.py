@@ -8,7 +8,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from unilinattn.errors import OptionError, UncoveredError
-from unilinattn.methods.sketch import exact_norms, sketch_cost, sketched_form, standard_errors
 from unilinattn.options import Latim
 from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
@@ -16,6 +15,7 @@ from unilinattn.results.estimate import Estimate
 from unilinattn.scoring.composition import Composition, at_rows, layerwise, product_cost, score_steps, stacked_count
 from unilinattn.scoring.maps import map_shape, postprocess_, postprocess_bytes, sum_on_first
 from unilinattn.scoring.selection import StepRows, only_port, reads_own_tokens, real_pairs, residual_of, stream_errors
+from unilinattn.scoring.sketch import exact_norms, sketch_cost, sketched_form, standard_errors
 from unilinattn.scoring.vectors import (
     cancellation,
     contribution_tiles,

@@ -4,7 +4,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from unilinattn.methods.published import CodeRun, code_cost
 from unilinattn.operator.cost import heads_cut, rows_elements
 from unilinattn.options import Raw
 from unilinattn.progress import progress
@@ -14,6 +13,7 @@ from unilinattn.results.estimate import Estimate
 from unilinattn.scoring.base import score_layers
 from unilinattn.scoring.composition import Composition, layerwise, rollout_cost, rollout_of_maps
 from unilinattn.scoring.maps import attention_rows, fill_attention, map_cost, map_shape, postprocess_, postprocess_bytes
+from unilinattn.scoring.published import CodeRun, code_cost
 from unilinattn.scoring.selection import StepRows, mixing_operator
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Target, Trace

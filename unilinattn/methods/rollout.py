@@ -1,11 +1,11 @@
 """`rollout`: the product of the layers' attention maps, each plus the identity for the residual stream."""
 
-from unilinattn.methods.published import CodeRun, code_cost
 from unilinattn.options import Rollout
 from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.estimate import Estimate
 from unilinattn.scoring.composition import composition_from, rollout_cost, rollout_of_maps
+from unilinattn.scoring.published import CodeRun, code_cost
 from unilinattn.tracing.trace import Target, Trace
 
 

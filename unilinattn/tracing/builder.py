@@ -9,11 +9,11 @@ from torch import nn
 
 from unilinattn.host.inputs import is_encoder_decoder, real_tokens
 from unilinattn.host.module_calls import CallRecord
+from unilinattn.host.weights import Checksums, Weights
 from unilinattn.operator.operator import MixerOperator
 from unilinattn.tracing.layer import Layer, Step
 from unilinattn.tracing.padding import Masks, stream_shape
 from unilinattn.tracing.residual import group_parallel
-from unilinattn.tracing.weights import Checksums, Weights
 
 
 class LayerBuilder:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from unilinattn.errors import UncoveredError
+from unilinattn.host.explained import ExplainedLogit
 from unilinattn.host.isolation import in_gradient_mode
 from unilinattn.host.logits import Logit, logits_wanted
 from unilinattn.host.recomputation import captures, recomputing
@@ -17,7 +18,6 @@ from unilinattn.host.recorder import GradientRecorder
 from unilinattn.host.run import run
 from unilinattn.host.substitution import through_operators
 from unilinattn.host.wrappers import require_gradients
-from unilinattn.tracing.explained import ExplainedLogit
 from unilinattn.tracing.layer import Layer
 
 

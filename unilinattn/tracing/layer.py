@@ -20,6 +20,7 @@ from unilinattn.errors import UncoveredError
 from unilinattn.host.isolation import in_gradient_mode, isolated
 from unilinattn.host.module_calls import OPAQUE, CallRecord
 from unilinattn.host.substitution import build_flow
+from unilinattn.host.weights import Weights
 from unilinattn.kernels.precision import full_precision
 from unilinattn.operator.flow import Flow, evaluated_by
 from unilinattn.operator.operator import MixerOperator
@@ -30,7 +31,6 @@ from unilinattn.tracing.around import stream_around
 from unilinattn.tracing.following import stages_after
 from unilinattn.tracing.frozen_pullback import last_projection, to_cores, to_projection
 from unilinattn.tracing.trust import precision_of
-from unilinattn.tracing.weights import Weights
 
 
 class Layer:

@@ -18,6 +18,7 @@ from unilinattn.discovery.regions import regional_model
 from unilinattn.errors import OptionError, UncoveredError, UnknownArchitectureError
 from unilinattn.host.choices import choices_as_sequences
 from unilinattn.host.decoder import with_decoder_ids
+from unilinattn.host.explained import ExplainedLogit
 from unilinattn.host.image import image_tokens, is_image, processed
 from unilinattn.host.inputs import host_arguments, token_ids
 from unilinattn.host.isolation import in_gradient_mode
@@ -25,11 +26,11 @@ from unilinattn.host.logits import Logit, plain_sizes, positions_of
 from unilinattn.host.products import Products
 from unilinattn.host.substitution import SUBSTITUTE_ABOVE, may_be_long
 from unilinattn.host.text import NO_TEXT, Text, encoded, is_text, tokenized
+from unilinattn.host.weights import Weights
 from unilinattn.host.wrappers import unwrapped
 from unilinattn.registry import ImageTokens
 from unilinattn.tracing.agreement import CACHE_FLAG, compared_with_call
 from unilinattn.tracing.builder import LayerBuilder
-from unilinattn.tracing.explained import ExplainedLogit
 from unilinattn.tracing.gradient_cost import frozen_cost, gradient_cost
 from unilinattn.tracing.gradients import gradient_of, shared_gradient
 from unilinattn.tracing.layer import Layer, Step, WithoutVectorsError
@@ -37,7 +38,6 @@ from unilinattn.tracing.padding import masks_of_streams, warn_of_leaks, warn_of_
 from unilinattn.tracing.recording import covered_run
 from unilinattn.tracing.streaming import run_in_pieces
 from unilinattn.tracing.token_streams import TokenStream, stream_written, token_streams
-from unilinattn.tracing.weights import Weights
 
 _version = cache(version)
 """Versions of packages: reading their metadata takes milliseconds."""

@@ -6,7 +6,7 @@ import torch
 import unilinattn as ula
 from tests.hosts import named
 from unilinattn.errors import OptionError, UncoveredError
-from unilinattn.methods.sketch import sign_sketch
+from unilinattn.scoring.sketch import sign_sketch
 from unilinattn.testing.hosts import HOSTS
 
 NAMES = ("mamba", "mamba2", "llama, grouped queries")

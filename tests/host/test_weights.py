@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from unilinattn.errors import ModelStateError
-from unilinattn.tracing.weights import Weights
+from unilinattn.host.weights import Weights
 
 CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
     "twice": lambda weight: 2 * weight,

@@ -11,8 +11,8 @@ from torch.nn import functional
 
 import unilinattn as ula
 from unilinattn.errors import InputError, OptionError
-from unilinattn.methods.published import token_weights
 from unilinattn.models.vim import BiMamba, VisionMamba
+from unilinattn.scoring.published import token_weights
 from unilinattn.testing.hosts import randomize
 from unilinattn.tracing.trace import Trace
 
