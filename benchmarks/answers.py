@@ -79,7 +79,9 @@ def section(record: Mapping[str, Any]) -> str:
     header = ("tokens", "unilinattn", "forwards", "other tool", "forwards", "ratio", "difference")
     about = record["machine"]
     others = ", ".join(f"{name} {number}" for name, number in record["rows"][0]["versions"].items())
-    versions = f"{about['cpu']}; 1 thread, {about['memory']} of memory; {versions_of(about)}, {others}."
+    versions = (
+        f"{about['cpu']}; 1 thread, {about['memory']} of memory; {versions_of(about)}; the other tools: {others}."
+    )
     return table(header, [tuple(_cells(row)) for row in record["rows"]]) + f"\n\n{versions}"
 
 
