@@ -3,7 +3,7 @@
 python -m benchmarks.answers --python .venv-answers/bin/python            measure, and print the table
 python -m benchmarks.answers --python .venv-answers/bin/python --write    also record, and write docs/performance.md
 
-The environment of the other tools, on the last transformers that LXT 2.1 imports (torchvision's CPU build is that of
+The environment of the other tools (LXT 2.1 does not import on transformers 5; torchvision's CPU build is that of
 pytorch.org):
 
     python -m venv .venv-answers
@@ -59,7 +59,7 @@ def measured(python: str, length: int, rounds: int, folder: str) -> list[dict[st
 
     Raises `ArithmeticError` for scores that differ by more than `TOLERANCE`.
     """
-    tools = list(TOOLS) if length else ["unilinattn", "inseq"]
+    tools = list(TOOLS) if length else ["unilinattn `input_x_gradient`", "inseq"]
     rows = []
     for pair in zip(tools[::2], tools[1::2], strict=True):
         ours = worker(sys.executable, pair[0], length, rounds, folder)
@@ -89,7 +89,7 @@ def _cells(row: Mapping[str, Any]) -> Iterator[str]:
     yield str(row["length"] or "generated")
     forwards = [median(seconds["answer"]) / median(seconds["forward"]) for seconds in row["seconds"]]
     for tool, count in zip(row["tools"], forwards, strict=True):
-        yield from (tool, f"{count:.1f}")
+        yield from (tool.removeprefix("unilinattn "), f"{count:.1f}")
     yield f"{forwards[0] / forwards[1]:.2f}"
     yield f"{row['difference']:.0e}" if "difference" in row else ""
 
@@ -107,7 +107,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = []
     with TemporaryDirectory() as folder:
         for length in options.lengths:
-            rows += measured(options.python, length, options.rounds, folder)
+            try:
+                rows += measured(options.python, length, options.rounds, folder)
+            except (OSError, ChildProcessError) as error:
+                parser.error(f"{error}\nSee --help for the environment that --python {options.python} needs.")
             print(f"measured {f'{length} tokens' if length else 'generated text'}", flush=True)
     record = {"machine": machine("cpu"), "rows": rows}
     print(section(record))

@@ -28,7 +28,7 @@ from evidence.comparisons import Comparison, better
 from evidence.drawing import draw_links
 from evidence.hosts import builder
 from evidence.pictures import BASELINES, figure
-from evidence.queries import together
+from evidence.queries import in_one_batch
 from evidence.study import BATCH, Model, Size, Study, View
 from evidence.training import HELD_OUT_SEED, SELECTION_SEED, STEPS_OF_A_SEED, Recipe, scored_seed, selection_seed
 from evidence.translation import END, NAMES, VOCABULARY, WORDS, sentences
@@ -126,7 +126,7 @@ END_TO_END: Mapping[str, Any] = {
     "rollout": "rollout",
     "alti rollout": ("alti", {"compose": "rollout"}),
     "alti_logit": "alti_logit",
-    **together({"logit": "logit", "lrp": "lrp", "attn_lrp": "attn_lrp", CAUSAL.label: CAUSAL}),
+    **in_one_batch({"logit": "logit", "lrp": "lrp", "attn_lrp": "attn_lrp", CAUSAL.label: CAUSAL}),
 }
 """Methods of all layers that explain every target word in one run."""
 

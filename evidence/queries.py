@@ -15,25 +15,26 @@ from unilinattn.results.attribution import Attribution
 from unilinattn.tracing.trace import Trace
 
 
-def together(methods: Mapping[str, Any]) -> dict[str, Scorer]:
+def in_one_batch(methods: Mapping[str, Any]) -> dict[str, Scorer]:
     """Return the rows (`Scorer`) of methods that take a backward pass for each query.
 
     A batch of copies takes as many passes as one query. Of samples without a target the queries with a valid key are
     explained, and the scores of the others are zero.
     """
     entries = {label: entry_of(method, "methods") for label, method in methods.items()}
-    return {label: _together(scorer(label, *entry)) for label, entry in entries.items()}
+    return {label: _in_one_batch(scorer(label, *entry)) for label, entry in entries.items()}
 
 
-def _together(row: Scorer) -> Scorer:
+def _in_one_batch(row: Scorer) -> Scorer:
     def run(trace: Trace, samples: Sequence[Sample], **settings: Any) -> list[Attribution]:
         if samples[0].target is not None:
             return row.function(trace, samples, **settings)
         assert trace.ids is not None
         masks = [sample.valid for sample in samples if sample.valid is not None]
         copies, queries = torch.stack(masks).any(-1).nonzero().unbind(1)
-        several = [replace(samples[copy], target=query, valid=None, relevant=None, possible=None)
-                   for copy, query in zip(copies.tolist(), queries.tolist(), strict=True)]  # fmt: skip
+        pairs = zip(copies.tolist(), queries.tolist(), strict=True)
+        unlabelled = [replace(sample, valid=None, relevant=None, possible=None) for sample in samples]
+        several = [replace(unlabelled[copy], target=query) for copy, query in pairs]
         (result,) = row.function(_copied(trace, tuple(copies.tolist())), several, **settings)
         scores = result.scores.new_zeros(*trace.ids.shape, trace.ids.shape[1])
         scores[copies, queries] = result.scores

@@ -34,7 +34,7 @@ def test_tools_compute_the_same_and_are_timed_beside_the_host(tmp_path: Path) ->
     products = scores["captum InputXGradient"]
     assert relative_error(scores["unilinattn `input_x_gradient`"], products) < 1e-5
     assert all(relative_error(scores[tool], products) > 1e-2 for tool in OWN[:2])
-    assert len(answer_worker.work("unilinattn", 0, 3, str(tmp_path))["seconds"]["answer"]) == 3
+    assert len(answer_worker.work(OWN[2], 0, 3, str(tmp_path))["seconds"]["answer"]) == 3
 
 
 def test_pairs_are_compared_and_make_a_row_each(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,8 +49,15 @@ def test_pairs_are_compared_and_make_a_row_each(monkeypatch: pytest.MonkeyPatch)
     assert [row["tools"] for row in rows] == list(zip(OWN, [tool for tool in TOOLS if tool not in OWN], strict=True))
     machine = {"cpu": "a cpu", "memory": "1 GiB", "torch": "2"}
     text = answers.section({"machine": machine, "rows": [*rows, *answers.measured("python", 0, 2, "")]})
-    assert "| 4 | unilinattn `logit` | 3.0 | LXT CP-LRP | 6.0 | 0.50 | 0e+00 |" in text
-    assert "| generated | unilinattn | 6.0 | inseq | 6.0 | 1.00 |  |" in text
+    assert "| 4 | `logit` | 3.0 | LXT CP-LRP | 6.0 | 0.50 | 0e+00 |" in text
+    assert "| generated | `input_x_gradient` | 3.0 | inseq | 6.0 | 0.50 |  |" in text
     factor = 1.1
     with pytest.raises(ArithmeticError, match="unilinattn `attn_lrp` and LXT AttnLRP at 4 tokens differ by"):
         answers.measured("python", 4, 2, "")
+
+
+def test_an_absent_interpreter_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        answers.main(["--python", str(tmp_path / "python"), "--lengths", "8", "--rounds", "1"])
+    printed = capsys.readouterr().err
+    assert str(tmp_path / "python") in printed and "See --help for the environment" in printed

@@ -47,8 +47,9 @@ FORBIDDEN = [
     r"(?i)\b(?:helper|coding|sub)[ -]?agents?\b",
     r"(?i)\b(?:extra-)?index[-]url\b|\bfind[-]links\b",
     r"(?i)\bdesign[ /-]?0\d\b|\bshared/(?:design|papers)\b",
+    r"(?m)^(?:<{7}|>{7}) ",
 ]
-"""Patterns of paths, trackers and tools of the development, which are no part of the product."""
+"""Patterns of paths, trackers and tools of the development, and of unresolved merges: no part of the product."""
 
 
 def forbidden_words(text: str) -> list[str]:
@@ -77,6 +78,7 @@ def test_the_text_speaks_only_of_the_product() -> None:
         ("a helper ", "agent wrote"),
         ("--extra-index", "-url"),
         ("see design ", "06"),
+        ("before\n<<<<", "<<< HEAD"),
     ],
 )
 def test_a_forbidden_word_is_reported(words: tuple[str, str]) -> None:

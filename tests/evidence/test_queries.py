@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import unilinattn as ula
-from evidence.queries import together
+from evidence.queries import in_one_batch
 from unilinattn.evaluation import Sample
 from unilinattn.examples import TASKS, load
 from unilinattn.results.attribution import Attribution
@@ -28,7 +28,7 @@ def sentences() -> list[Sample]:
 
 def explained(label: str, host: torch.nn.Module, samples: Sequence[Sample]) -> tuple[ula.Trace, Attribution]:
     trace = ula.trace(host, torch.cat([sample.inputs for sample in samples]), progress=False)
-    (result,) = together(METHODS)[label].function(trace, samples, **SETTINGS)
+    (result,) = in_one_batch(METHODS)[label].function(trace, samples, **SETTINGS)
     return trace, result
 
 

@@ -56,9 +56,9 @@ def explain_generation(
     shares, `bias` and `remainder` of a row sum to its `logit`, up to its `gap`. `completeness_gap` is that of the worst
     row. The options "target" and "logit" of the result hold the position and the id of each row.
 
-    Cost: one generation, one trace, and the method for one target a token. `logit`, `lrp`, `attn_lrp` and the other
-    methods of the frozen model share one run of it, and each token costs a backward pass. Gradients of the model itself
-    run on a copy of the text for each token, as many copies at once as `max_memory` allows.
+    Cost: one generation, one trace, and the method for one target a token. `logit`, `lrp`, `attn_lrp`, `alti_logit` and
+    `transformer_attribution` run the model once by their rules, and each token costs backward passes. Gradients of the
+    model itself (captum's) run it on a copy of the text for each token, in batches that `max_memory` bounds.
 
     Args:
         model: a language model with `generate`, as transformers has.
