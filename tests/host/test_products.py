@@ -10,8 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import unilinattn as ula
 from tests.methods.hosts import HOSTS, inputs
+from unilinattn.call.attention_interface import Attended, capture
 from unilinattn.host.products import Products
 from unilinattn.memory import max_memory
+from unilinattn.mixers import dense
 from unilinattn.testing import TOLERANCES
 from unilinattn.tracing import trace as tracing
 
@@ -35,11 +37,11 @@ class Matmuls(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    ("name", "method", "layers"),
+    ("name", "method", "linear"),
     [("llama", "logit", 6), ("llama", "lrp", 6), ("llama", "attn_lrp", 14), ("gpt2", "logit", 4), ("gpt2", None, 8)],
 )
-def test_a_call_that_explains_a_model_multiplies_by_its_linear_layers_once(
-    name: str, method: str | None, layers: int
+def test_a_call_that_explains_a_model_computes_linear_layers_and_attentions_once(
+    name: str, method: str | None, linear: int
 ) -> None:
     model, given = HOSTS[name].model(), inputs()
     ula.explain(model, given, method=method, target=-1)  # Remembers what a first trace searches for.
@@ -52,7 +54,8 @@ def test_a_call_that_explains_a_model_multiplies_by_its_linear_layers_once(
                 else ula.explain(ula.trace(model, given), method=method, target=-1)
             )
         counts.append(matmuls.count)
-    assert counts[0] - counts[1] == layers
+    # The scores and the result of the attention in each of two layers.
+    assert counts[0] - counts[1] == linear + 2 * 2
     plain, result = results
     assert float((result.scores - plain.scores).norm()) <= LIMIT * float(plain.scores.norm())
 
@@ -70,6 +73,51 @@ def test_a_traced_call_keeps_no_products(monkeypatch: pytest.MonkeyPatch) -> Non
     ula.trace(model, inputs())
     ula.explain(model, inputs(), method="rollout", target=-1)
     assert [each.products for each in traces] == [None, None, None]
+
+
+@pytest.mark.parametrize("layers", [0, 1, 2])
+def test_results_of_attentions_are_limited_and_change_no_score(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, given, taken = HOSTS["llama"].model(), inputs(), list[bool]()
+    expected = ula.explain(ula.trace(model, given), method="logit", target=-1).scores
+    take = Attended.taken
+
+    def noted(self: Attended) -> Any:
+        result = take(self)
+        taken.append(result is not None)
+        assert self.result is None
+        return result
+
+    monkeypatch.setattr(Attended, "taken", noted)
+    result = attended_of(model, given).result
+    assert result is not None
+    monkeypatch.setattr(dense, "RETAINED", layers * sum(x.nbytes for x in result[0]))
+    scores = ula.explain(model, given, method="logit", target=-1).scores
+    assert torch.equal(scores, expected)
+    assert taken == [True] * layers + [False] * (2 - layers)
+
+
+def attended_of(model: nn.Module, given: dict[str, Tensor]) -> Attended:
+    records = list[Attended]()
+    with torch.no_grad(), capture(model, lambda module, record: records.append(record)):
+        model(**given)
+    return records[0]
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_a_result_of_an_attention_is_taken_once_and_not_after_a_write(part: int) -> None:
+    model, given = HOSTS["llama"].model(), inputs()
+    attended = attended_of(model, given)
+    result = attended.result
+    assert result is not None and attended.taken() is result[0] and attended.taken() is None
+    attended = attended_of(model, given)
+    assert attended.result is not None
+    attended.result[0][part].mul_(2)
+    assert attended.taken() is None
+
+
+def test_a_traced_run_keeps_no_results_of_attentions() -> None:
+    traced = ula.trace(HOSTS["llama"].model(), inputs())
+    assert [seen.record.result for layer in traced.layers for seen in layer.seen] == [None, None]
 
 
 def recorded(layer: nn.Linear, x: Tensor) -> tuple[Products, Tensor]:

@@ -65,8 +65,8 @@ def test_weights_are_copied_only_if_they_contain_subnormal_numbers() -> None:
     assert weights[1, 2, 0, 0] > 0
 
 
-@pytest.mark.parametrize(("compared", "count"), [(subnormal.COMPARED["cpu"], 1), (48, 2), (1, 6)])
-def test_heads_are_compared_in_parts_of_a_size(compared: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("compared", "count"), [(subnormal.COMPARED["cpu"], 1), (48, 2), (1, 24)])
+def test_rows_are_compared_in_parts_of_a_size(compared: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     weights, calls = torch.rand(2, 3, 4, 4), list[Tensor]()
     hardshrink = functional.hardshrink
     monkeypatch.setitem(subnormal.COMPARED, "cpu", compared)

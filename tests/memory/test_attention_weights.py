@@ -73,13 +73,19 @@ def test_weights_are_the_same_again(name: str, of_one_layer: None) -> None:
     assert not again.requires_grad and not again.is_inference()
 
 
-def deep_trace(layers: int) -> Trace:
-    """Trace a model whose attention weights take more memory than all else."""
+IDS = torch.arange(256)[None] % 16
+
+
+def deep_model(layers: int) -> LlamaForCausalLM:
+    """Return a model whose attention weights take more memory than all else."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 32, "vocab_size": 16, "max_position_embeddings": 256}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": layers}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads)).eval()
-    return ula.trace(model, torch.arange(256)[None] % 16)
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads)).eval()
+
+
+def deep_trace(layers: int) -> Trace:
+    return ula.trace(deep_model(layers), IDS)
 
 
 def test_the_weights_that_were_used_last_are_retained(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,15 +103,22 @@ def test_the_weights_that_were_used_last_are_retained(monkeypatch: pytest.Monkey
     assert first.weights is first.weights and third._weights is not None
 
 
-def test_a_run_keeps_the_weights_of_a_few_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("of_model", [False, True])
+def test_a_run_keeps_the_weights_of_a_few_layers(of_model: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = 8 * 256 * 256 * 4
+
+    def explain(layers: int) -> None:
+        if of_model:
+            ula.explain(deep_model(layers), IDS, method="logit", target=-1)
+        else:
+            ula.explain(deep_trace(layers), method="logit", target=-1)
 
     def growth() -> int:
         """Return the bytes that six more layers add to the peak."""
         peaks = []
         for layers in (2, 8):
             gc.collect()
-            peaks.append(peak_of(lambda layers=layers: ula.explain(deep_trace(layers), method="logit", target=-1)).peak)
+            peaks.append(peak_of(lambda layers=layers: explain(layers)).peak)
         return peaks[1] - peaks[0]
 
     assert growth() > 6 * weights

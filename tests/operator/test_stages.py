@@ -155,6 +155,23 @@ def test_the_bias_is_the_output_for_a_zero_input(name: str) -> None:
         assert torch.equal(op.bias, op.apply(zeros))
 
 
+def test_a_copy_of_a_flow_shares_its_values_and_not_its_later_stages() -> None:
+    x, first, second = normal(BATCH, LENGTH, CHANNELS), normal(4, CHANNELS), normal(3, 4)
+    computed = list[int]()
+
+    def factor() -> torch.Tensor:
+        computed.append(1)
+        return normal(BATCH, LENGTH, 4)
+
+    flow = Flow(x).matrix(first, role="input").scale(factor, role="gate")
+    norm = normal(1, 1, 4)
+    one, other = flow.copy().matrix(second, role="output"), flow.copy().scale(norm, role="norm")
+    assert [len(each.chain) for each in (flow, one, other)] == [2, 3, 3]
+    assert torch.equal(one.value, flow.value @ second.T)
+    assert torch.equal(other.value, flow.value * norm) and computed == [1]
+    assert [stage.role for stage in flow.matrix(second, role="output").chain] == ["input", "gate", "output"]
+
+
 def test_an_uncovered_stage_raises_its_reason_when_it_is_used() -> None:
     x = normal(BATCH, LENGTH, CHANNELS)
     flow = Flow(x).matrix(normal(4, CHANNELS), role="input").core(Dense(normal(BATCH, 2, LENGTH, LENGTH)))

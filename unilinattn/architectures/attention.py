@@ -1,6 +1,6 @@
 """Softmax attention of every host that calls transformers' attention interface."""
 
-from unilinattn.architectures.probe import add_output, add_values, probe
+from unilinattn.architectures.probe import probe, with_output, with_values
 from unilinattn.architectures.recorded import recorded
 from unilinattn.call import Call
 from unilinattn.call.attention_interface import (
@@ -9,7 +9,7 @@ from unilinattn.call.attention_interface import (
     require_same_tokens,
     value_source,
 )
-from unilinattn.call.attention_weights import attention_weights
+from unilinattn.call.attention_weights import attention_weights, require_weighted, weighted_values
 from unilinattn.errors import UncoveredError
 from unilinattn.mixers import Dense
 from unilinattn.operator.flow import Flow
@@ -45,10 +45,16 @@ def _written(call: Call) -> Flow:
     attended = attention_weights(call, captured)
     port, source = value_source(call, captured)
     value, output = probe(call, captured, source)
-    flow = Flow(source, port=port)
-    add_values(flow, call, captured, value, attended.repeats)
+    flow = with_values(Flow(source, port=port), call, captured, value, attended.repeats)
+    is_mapped = not isinstance(flow.chain[-1], Unmapped)
     flow.core(Dense(attended.weights, again=attended.again))
-    add_output(flow, call, captured, attended.mixed, output)
+    mixed = None
+    if is_mapped and captured.record.value.dtype == call.input.dtype:
+        require_weighted(call, attended, flow.value)
+    else:
+        # The host's rounded values are not those of the map to them.
+        mixed = weighted_values(call, captured, attended)
+    flow = with_output(flow, call, captured, mixed, output)
     unmapped = next((stage for stage in flow.chain if isinstance(stage, Unmapped)), None)
     if unmapped is None:
         return flow

@@ -2,10 +2,10 @@
 
 import torch
 
-from unilinattn.architectures.probe import add_output, probe, values_missed
+from unilinattn.architectures.probe import probe, values_missed, with_output
 from unilinattn.call import Call, Captured, package_version
 from unilinattn.call.attention_interface import only_attention, require_same_tokens
-from unilinattn.call.attention_weights import attention_weights
+from unilinattn.call.attention_weights import attention_weights, weighted_values
 from unilinattn.call.exactness import tolerance
 from unilinattn.mixers import Dense
 from unilinattn.operator.flow import Flow
@@ -51,7 +51,7 @@ def latent_attention(call: Call) -> Flow:
     attended = attention_weights(call, captured)
     _, output = probe(call, captured, call.input)
     flow = _values(call, captured).core(Dense(attended.weights, again=attended.again))
-    return add_output(flow, call, captured, attended.mixed, output)
+    return with_output(flow, call, captured, weighted_values(call, captured, attended), output)
 
 
 def _values(call: Call, captured: Captured) -> Flow:

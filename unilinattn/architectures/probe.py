@@ -112,13 +112,12 @@ def gated_output(call: Call, seen: Captured) -> tuple[Tensor, Affine] | None:
     return gate_of_result, _affine(torch.cat(outputs), inner)
 
 
-def add_values(flow: Flow, call: Call, seen: Captured, value: Affine, repeats: int) -> None:
-    """Append the map to the values, each value head repeated for its query heads.
+def with_values(flow: Flow, call: Call, seen: Captured, value: Affine, repeats: int) -> Flow:
+    """Return a flow with the map to the values, each value head repeated for its query heads.
 
-    If it misses the captured values, the map is not affine: append an unmapped stage that gives the reason.
+    If it misses the captured values, the map is not affine: the flow ends with an unmapped stage that gives the reason.
     """
     weight, bias = value
-    missed = values_missed(functional.linear(flow.value.detach(), matrix_of(weight), bias), call, seen)
     head_dim = seen.record.value.shape[-1]
 
     def repeated(rows: Tensor) -> Tensor:
@@ -127,13 +126,14 @@ def add_values(flow: Flow, call: Call, seen: Captured, value: Affine, repeats: i
     if repeats > 1:
         weight = weight.then(repeated) if isinstance(weight, Stored) else repeated(weight)
         bias = None if bias is None else repeated(bias)
+    mapped = flow.copy().matrix(weight, bias, role="input")
+    missed = values_missed(mapped.value.unflatten(2, (-1, repeats, head_dim))[:, :, :, 0].flatten(2), call, seen)
     if missed > tolerance("attention", seen.record.value.dtype):
         reason = _not_affine(
             call, "from its input to its values", missed, "a norm on the values, or values kept in a latent"
         )
-        flow.unmapped("input", reason, weight.shape[0])
-    else:
-        flow.matrix(weight, bias, role="input")
+        return flow.unmapped("input", reason, weight.shape[0])
+    return mapped
 
 
 def values_missed(values: Tensor, call: Call, seen: Captured) -> float:
@@ -141,28 +141,35 @@ def values_missed(values: Tensor, call: Call, seen: Captured) -> float:
     return relative_error(values, call.tensor(seen.record.value).transpose(1, 2).flatten(2))
 
 
-def add_output(flow: Flow, call: Call, seen: Captured, mixed: Tensor, output: Affine) -> Flow:
-    """Append the map from the attention's result to the output: a matrix, or a gate and a matrix.
+def with_output(flow: Flow, call: Call, seen: Captured, mixed: Tensor | None, output: Affine) -> Flow:
+    """Return a flow with the map from the attention's result to the output: a matrix, or a gate and a matrix.
 
-    `mixed`: the result, weights times values, (batch, query, head * channel). If neither gives the observed output of
-    the queries that have keys, append an unmapped stage that gives the reason.
+    `mixed`: the result, weights times values, (batch, query, head * channel); None if it is the flow's value. If
+    neither gives the observed output of the queries that have keys, the flow ends with an unmapped stage that gives the
+    reason.
     """
+    mapped = flow.copy().matrix(*output, role="output")
     if call.output is None:
-        return flow.matrix(*output, role="output")
-    limit, gate = tolerance("attention", seen.record.value.dtype), None
-    rows = seen.record.has_keys.unsqueeze(-1).to(call.output)
-    with torch.no_grad():
-        missed = relative_error(functional.linear(mixed, matrix_of(output[0]), output[1]) * rows, call.output * rows)
-        gated = gated_output(call, seen) if missed > limit else None
-        if gated is not None:
-            gate, output = gated
-            missed = relative_error(
-                functional.linear(mixed * gate, matrix_of(output[0]), output[1]) * rows, call.output * rows
-            )
-    if missed > limit:
-        reason = _not_affine(call, "from its attention's result to its output", missed, "a norm on the result")
-        return flow.unmapped("output", reason, call.output.shape[-1])
-    return flow.scale(gate, role="gate").matrix(*output, role="output")
+        return mapped
+    limit, expected = tolerance("attention", seen.record.value.dtype), call.output
+    rows = seen.record.has_keys.unsqueeze(-1).to(expected)
+
+    def missed_by(flow: Flow, output: Affine, gate: Tensor | float) -> float:
+        if mixed is None:
+            return relative_error(flow.value.detach() * rows, expected * rows)
+        with torch.no_grad():
+            product = functional.linear(mixed * gate, matrix_of(output[0]), output[1])
+        return relative_error(product * rows, expected * rows)
+
+    if (missed := missed_by(mapped, output, 1.0)) <= limit:
+        return mapped
+    if (gated := gated_output(call, seen)) is not None:
+        gate, output = gated
+        mapped = flow.copy().scale(gate, role="gate").matrix(*output, role="output")
+        if (missed := missed_by(mapped, output, gate)) <= limit:
+            return mapped
+    reason = _not_affine(call, "from its attention's result to its output", missed, "a norm on the result")
+    return flow.unmapped("output", reason, expected.shape[-1])
 
 
 def _run(module: nn.Module, call: Call, seen: Captured, **instead: Tensor) -> Tensor:

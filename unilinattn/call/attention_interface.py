@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from jaxtyping import Bool, Float
@@ -32,9 +32,13 @@ chosen: dict[int, str | None] = {}
 """Attention implementation of a configuration before `interface` replaced it, by the configuration's id."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Attended:
-    """One call of the attention function: its arguments, and the eager attention function of the host's file."""
+    """One call of the attention function: its arguments, and the eager attention function of the host's file.
+
+    Attributes:
+        result: what the function returned, and how often torch had written into these tensors; None if it was released.
+    """
 
     query: Tensor
     key: Tensor
@@ -42,6 +46,20 @@ class Attended:
     mask: Tensor | None
     options: Mapping[str, Any]
     eager: Callable[..., tuple[Tensor, Tensor | None]]
+    result: tuple[tuple[Tensor, Tensor], list[int]] | None = None
+
+    def returned(self, result: tuple[Tensor, Tensor | None]) -> Self:
+        """Keep what the function returned, if it returned weights and torch counts how often they are written into."""
+        context, weights = result
+        if weights is not None and not (context.is_inference() or weights.is_inference()):
+            kept = context.detach(), weights.detach()
+            self.result = kept, [x._version for x in kept]
+        return self
+
+    def taken(self) -> tuple[Tensor, Tensor] | None:
+        """Return what the function returned and release it, None if it was released or written into."""
+        result, self.result = self.result, None
+        return None if result is None or [x._version for x in result[0]] != result[1] else result[0]
 
     @property
     def has_keys(self) -> Bool[Tensor, "batch query"]:
@@ -79,8 +97,10 @@ def capture(model: nn.Module, mark: Callable[[nn.Module, Any], None]) -> Iterato
             eager = _keeping(eager)
         elif mask is None and fused and _is_causal(module, query, options):
             mask = causal(query.shape[2], key.shape[2], query.dtype, query.device)
-        mark(module, Attended(query.detach(), key.detach(), value.detach(), mask, options, eager))
-        return eager(module, query, key, value, mask, **options)
+        result = eager(module, query, key, value, mask, **options)
+        attended = Attended(query.detach(), key.detach(), value.detach(), mask, options, eager)
+        mark(module, attended.returned(result))
+        return result
 
     with interface(model, handle):
         yield

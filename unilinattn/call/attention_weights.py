@@ -21,43 +21,65 @@ class AttentionWeights:
     Attributes:
         weights: (batch, head, query, key).
         repeats: number of query heads for each value head.
-        mixed: the weights times the values, (batch, query, head * channel).
+        context: the attention's result, (batch, query, head * channel).
         again: computes the weights again from queries, keys and mask; None where these do not decide them alone.
     """
 
     weights: Float[Tensor, "batch head query key"]
     repeats: int
-    mixed: Float[Tensor, "batch query channel"]
+    context: Float[Tensor, "batch query channel"]
     again: Callable[[], Tensor] | None
 
 
 def attention_weights(call: Call, seen: Captured) -> AttentionWeights:
-    """Recompute the attention weights of a layer.
+    """Return the attention weights of a layer: those of the recorded run if it kept them, else computed again.
 
-    Raises `UncoveredError` if the eager function returns no weights, or if the weights times the values differ from
-    its result.
+    Raises `UncoveredError` if the eager function returns no weights.
     """
     record: Attended = seen.record
     value = cast(call, record.value)
     with torch.no_grad():
-        context, weights = _attend(call, seen, value)
+        context, weights = _computed(call, record) or _attend(call, seen, value)
         if weights is None or weights.ndim != 4:
             raise UncoveredError(
                 f"{call.name}: the eager attention of {package_version(call.module)} returns no weights."
             )
         weights = _by_sequence(weights, value)
-        repeats = weights.shape[1] // value.shape[1]
+    # Parameters of the module, such as sinks, may be elsewhere by then, or other ones.
+    decided = next(seen.module.parameters(recurse=False), None) is None
+    repeats = weights.shape[1] // value.shape[1]
+    return AttentionWeights(weights, repeats, context.flatten(2), _Again(call, seen) if decided else None)
+
+
+def weighted_values(call: Call, seen: Captured, attended: AttentionWeights) -> Float[Tensor, "batch query channel"]:
+    """Return the weights times the recorded values, (batch, query, head * channel).
+
+    Raises the error of `require_weighted`.
+    """
+    with torch.no_grad():
         # `repeats` query heads share a value head.
-        mixed = torch.einsum("bhij,bhjp->bihp", weights, value.repeat_interleave(repeats, dim=1)).flatten(2)
-        missed = relative_error(mixed, context.flatten(2))
-    if missed > tolerance("attention", value.dtype):
+        values = cast(call, seen.record.value).repeat_interleave(attended.repeats, dim=1)
+        mixed = torch.einsum("bhij,bhjp->bihp", attended.weights, values).flatten(2)
+    require_weighted(call, attended, mixed)
+    return mixed
+
+
+def require_weighted(call: Call, attended: AttentionWeights, mixed: Float[Tensor, "batch query channel"]) -> None:
+    """Raise `UncoveredError` if the weights times the values differ from the attention's result."""
+    missed = relative_error(mixed, attended.context)
+    if missed > tolerance("attention", call.input.dtype):
         raise UncoveredError(
             f"{call.name} ({type(call.module).__name__}): its attention weights times its values miss its attention's "
             f"result by {missed:.1e}; something other than the weights acts on it. Register an adapter for this class."
         )
-    # Parameters of the module, such as sinks, may be elsewhere by then, or other ones.
-    decided = next(seen.module.parameters(recurse=False), None) is None
-    return AttentionWeights(weights, repeats, mixed, _Again(call, seen) if decided else None)
+
+
+def _computed(call: Call, record: Attended) -> tuple[Tensor, Tensor] | None:
+    """Return the result and the weights of the recorded run, None if it released them or had another dtype."""
+    result = record.taken()
+    if result is None or any(x.dtype != call.input.dtype or x.device != call.input.device for x in result):
+        return None
+    return result
 
 
 def _attend(call: Call, seen: Captured, value: Tensor) -> tuple[Tensor, Tensor | None]:

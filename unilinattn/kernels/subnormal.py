@@ -19,8 +19,8 @@ from jaxtyping import Float, Inexact
 from torch import Tensor
 from torch.nn import functional
 
-COMPARED = {"cpu": 1 << 18, "cuda": 1 << 26}
-"""Numbers of a factor that are compared at once, unless a head has more: on a GPU each comparison waits for it."""
+COMPARED = {"cpu": 1 << 16, "cuda": 1 << 26}
+"""Numbers of a factor that are compared at once: on a CPU they fit its cache, on a GPU each comparison waits for it."""
 
 _threshold = torch.ops.aten.threshold.out
 _hardshrink = torch.ops.aten.hardshrink.out
@@ -58,9 +58,9 @@ def flushed_(tensor: Inexact[Tensor, "*shape"]) -> Inexact[Tensor, "*shape"]:
 def flushed_given(factor: Float[Tensor, "batch head row col"]) -> Float[Tensor, "batch head row col"]:
     """Return a factor unchanged if it has no subnormal number, else `flushed` of it: most factors need no copy."""
     tiny = torch.finfo(factor.dtype).tiny
-    heads = factor.detach().flatten(0, 1)
     most = COMPARED.get(factor.device.type, COMPARED["cpu"])
-    blocks = heads.split(max(1, most // max(1, heads[:1].numel())))
+    rows = factor.detach().flatten(0, 2)
+    blocks = rows.split(max(1, most // max(1, rows.shape[1])))
     return (
         factor if all(torch.equal(block, functional.hardshrink(block, tiny)) for block in blocks) else flushed(factor)
     )

@@ -56,8 +56,8 @@ def explain(
     """Explain a model on inputs by one method.
 
     The model runs once to be traced; a trace needs no run, except for gradients and for methods that run it again with
-    frozen factors. These take the results of linear layers from the run that was traced by the same call, up to
-    `max_memory` of them.
+    frozen factors. These take the results of linear layers and the weights of attentions from the run that was traced
+    by the same call, up to `max_memory` of them.
 
     Args:
         model_or_trace: the model, or a trace of it.

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -103,6 +104,14 @@ class Flow:
         for port, stages in self._stages.items():
             stages.append(stage if port == self.port else stage.unbiased())
         self._pending.append(stage)
+
+    def copy(self) -> "Flow":
+        """Return a flow with the same stages, which share their values, to try further ones on."""
+        self.deferred()
+        other = copy(self)
+        other._stages = {port: list(stages) for port, stages in self._stages.items()}
+        other._pending, other.inputs, other.mixed = [], dict(self.inputs), list(self.mixed)
+        return other
 
     def fork(self) -> "Flow":
         """Return a new flow from the current value, for one chain of a branch."""
