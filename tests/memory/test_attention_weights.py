@@ -16,6 +16,7 @@ from unilinattn.errors import ModelStateError
 from unilinattn.mixers import Dense, dense
 from unilinattn.operator.deferred import shapes_only
 from unilinattn.operator.stages import Mix, walk
+from unilinattn.testing import promoted
 from unilinattn.testing.peak import peak_of
 from unilinattn.tracing.trace import Trace
 
@@ -31,6 +32,12 @@ def mixers(trace: Trace) -> list[Dense]:
 
 def retained(trace: Trace) -> list[bool]:
     return [mixer._weights is not None for mixer in mixers(trace)]
+
+
+@pytest.fixture(autouse=True)
+def of_this_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Release no weights of traces that other tests share."""
+    monkeypatch.setattr(dense, "_latest", dense._Latest())
 
 
 @pytest.fixture
@@ -162,3 +169,16 @@ def test_weights_that_parameters_of_the_module_decide_are_retained(of_one_layer:
     host = named("hy 4, gated, sinks, selected keys")
     trace = ula.trace(host.model(), host.inputs(LENGTH))
     assert len(mixers(trace)) > 1 and all(retained(trace))
+
+
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_weights_that_a_mode_changed_are_retained(device: str | None, of_one_layer: None) -> None:
+    host = named("llama, grouped queries")
+    model, inputs = host.model().double(), host.inputs(LENGTH)
+    with promoted() if device is None else torch.device(device):
+        trace = ula.trace(model, inputs)
+        first, *others = mixers(trace)
+    assert others and sum(retained(trace)) == (len(others) + 1 if device is None else 1)
+    # The host's softmax is in float32 outside of `promoted`.
+    sums = first.weights.sum(-1) - 1
+    assert (float(sums.abs().max()) < 1e-14) == (device is None)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from unilinattn.call.attention_interface import Attended, cast
 from unilinattn.call.call import Call, Captured, package_version
@@ -45,8 +47,8 @@ def attention_weights(call: Call, seen: Captured) -> AttentionWeights:
                 f"{call.name}: the eager attention of {package_version(call.module)} returns no weights."
             )
         weights = _by_sequence(weights, value)
-    # Parameters of the module, such as sinks, may be elsewhere by then, or other ones.
-    decided = next(seen.module.parameters(recurse=False), None) is None
+    # Parameters of the module, such as sinks, may be elsewhere by then, or other ones, and so may a mode of functions.
+    decided = next(seen.module.parameters(recurse=False), None) is None and not _inside_a_mode()
     repeats = weights.shape[1] // value.shape[1]
     return AttentionWeights(weights, repeats, context.flatten(2), _Again(call, seen) if decided else None)
 
@@ -91,6 +93,11 @@ def _attend(call: Call, seen: Captured, value: Tensor) -> tuple[Tensor, Tensor |
 
 def _by_sequence(weights: Tensor, value: Tensor) -> Float[Tensor, "batch head query key"]:
     return weights.to(value.dtype).expand(value.shape[0], -1, -1, -1)
+
+
+def _inside_a_mode() -> bool:
+    """Tell whether a mode changes torch's functions, as `testing.promoted` does; a default device is no such mode."""
+    return any(not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
 
 
 class _Again:
