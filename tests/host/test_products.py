@@ -75,25 +75,40 @@ def test_a_traced_call_keeps_no_products(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [each.products for each in traces] == [None, None, None]
 
 
-@pytest.mark.parametrize("layers", [0, 1, 2])
-def test_results_of_attentions_are_limited_and_change_no_score(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, given, taken = HOSTS["llama"].model(), inputs(), list[bool]()
-    expected = ula.explain(ula.trace(model, given), method="logit", target=-1).scores
-    take = Attended.taken
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each attention whose operator is built had kept its result."""
+    noted, take = list[bool](), Attended.taken
 
-    def noted(self: Attended) -> Any:
+    def note(self: Attended) -> Any:
         result = take(self)
-        taken.append(result is not None)
+        noted.append(result is not None)
         assert self.result is None
         return result
 
-    monkeypatch.setattr(Attended, "taken", noted)
+    monkeypatch.setattr(Attended, "taken", note)
+    return noted
+
+
+@pytest.mark.parametrize("layers", [0, 1, 2])
+def test_results_of_attentions_are_limited_and_change_no_score(
+    layers: int, taken: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, given = HOSTS["llama"].model(), inputs()
+    expected = ula.explain(ula.trace(model, given), method="logit", target=-1).scores
     result = attended_of(model, given).result
-    assert result is not None
+    assert result is not None and taken == [False, False]
     monkeypatch.setattr(dense, "RETAINED", layers * sum(x.nbytes for x in result[0]))
     scores = ula.explain(model, given, method="logit", target=-1).scores
     assert torch.equal(scores, expected)
-    assert taken == [True] * layers + [False] * (2 - layers)
+    assert taken[2:] == [True] * layers + [False] * (2 - layers)
+
+
+def test_a_cut_computes_attentions_once(taken: list[bool]) -> None:
+    model, given = HOSTS["llama"].model(), inputs()
+    with ula.cut(model, [(-1, 0)]):
+        model(**given)
+    assert taken[-2:] == [True, True]
 
 
 def attended_of(model: nn.Module, given: dict[str, Tensor]) -> Attended:
