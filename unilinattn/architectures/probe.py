@@ -154,19 +154,19 @@ def with_output(flow: Flow, call: Call, seen: Captured, mixed: Tensor | None, ou
     limit, expected = tolerance("attention", seen.record.value.dtype), call.output
     rows = seen.record.has_keys.unsqueeze(-1).to(expected)
 
-    def missed_by(flow: Flow, output: Affine, gate: Tensor | float) -> float:
+    def missed_by(flow: Flow, mixed: Tensor | None, output: Affine) -> float:
         if mixed is None:
             return relative_error(flow.value.detach() * rows, expected * rows)
         with torch.no_grad():
-            product = functional.linear(mixed * gate, matrix_of(output[0]), output[1])
+            product = functional.linear(mixed, matrix_of(output[0]), output[1])
         return relative_error(product * rows, expected * rows)
 
-    if (missed := missed_by(mapped, output, 1.0)) <= limit:
+    if (missed := missed_by(mapped, mixed, output)) <= limit:
         return mapped
     if (gated := gated_output(call, seen)) is not None:
         gate, output = gated
         mapped = flow.copy().scale(gate, role="gate").matrix(*output, role="output")
-        if (missed := missed_by(mapped, output, gate)) <= limit:
+        if (missed := missed_by(mapped, None if mixed is None else mixed * gate, output)) <= limit:
             return mapped
     reason = _not_affine(call, "from its attention's result to its output", missed, "a norm on the result")
     return flow.unmapped("output", reason, expected.shape[-1])

@@ -52,8 +52,8 @@ class Attended:
         """Keep what the function returned, if it returned weights and torch counts how often they are written into."""
         context, weights = result
         if weights is not None and not (context.is_inference() or weights.is_inference()):
-            kept = context.detach(), weights.detach()
-            self.result = kept, [x._version for x in kept]
+            detached = context.detach(), weights.detach()
+            self.result = detached, [x._version for x in detached]
         return self
 
     def taken(self) -> tuple[Tensor, Tensor] | None:

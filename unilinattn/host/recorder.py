@@ -71,12 +71,12 @@ class Recorder(Observer[CallRecord]):
                 return
             frame.architecture = frame.architecture or architecture
             if isinstance(record, Attended):
-                self.limit(record)
+                self.limit_result(record)
             frame.outermost.seen.append(Captured(module, frame.arguments, record))
 
         return mark
 
-    def limit(self, attended: Attended) -> None:
+    def limit_result(self, attended: Attended) -> None:
         """Release the result of an attention, unless the run records products and has room for it."""
         if self.products is None:
             attended.result = None

@@ -59,8 +59,9 @@ def flushed_given(factor: Float[Tensor, "batch head row col"]) -> Float[Tensor, 
     """Return a factor unchanged if it has no subnormal number, else `flushed` of it: most factors need no copy."""
     tiny = torch.finfo(factor.dtype).tiny
     most = COMPARED.get(factor.device.type, COMPARED["cpu"])
-    rows = factor.detach().flatten(0, 2)
-    blocks = rows.split(max(1, most // max(1, rows.shape[1])))
+    # Rows of a factor in another order of memory would be copied.
+    parts = factor.detach().flatten(0, 2 if factor.is_contiguous() else 1)
+    blocks = parts.split(max(1, most // max(1, parts[:1].numel())))
     return (
         factor if all(torch.equal(block, functional.hardshrink(block, tiny)) for block in blocks) else flushed(factor)
     )

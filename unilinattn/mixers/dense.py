@@ -89,7 +89,7 @@ class Dense(CoreMixer):
 
     def adjoint(self, grad: Float[Tensor, "batch query head channel"]) -> Float[Tensor, "batch key head channel"]:
         """Multiply by the transposed weights."""
-        # The product of a transposed matrix takes up to twice as long as that with the matrix on the right.
+        # A product with the transposed matrix on the left takes longer than one with the matrix on the right.
         return (flushed(grad).permute(0, 2, 3, 1) @ self.weights).permute(0, 3, 1, 2)
 
     def rows(self, index: Int[Tensor, "batch row"]) -> Float[Tensor, "batch head row key"]:

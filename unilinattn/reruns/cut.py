@@ -230,7 +230,7 @@ class _CutRecorder(Recorder):
                 raise OptionError(f"cut: layer {wanted} is out of range; layers 0 to {len(self._names) - 1} ran.")
         return output
 
-    def limit(self, attended: Attended) -> None:
+    def limit_result(self, attended: Attended) -> None:
         """Keep the result of an attention: its operator is built when the layer ends, and the record then dropped."""
 
     def inside(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
