@@ -3,9 +3,10 @@
 All of them are in this file, with everything that they inline: Numba compiles a stored loop again when its file changes
 and only then. Arrays are contiguous float32.
 
-Arrays of scans have one sequence: query and key (length, state), rate (state, channel), reset (length), everything else
-(length, channel). A call computes one piece of `PIECE` channels, in blocks of `LANES`. The innermost loops run over the
-lanes of a block; those after the last channel are zero.
+Arrays of scans are query and key (batch, length, state), rate (state, channel), or (1, channel) for one decay of all
+coordinates, reset (batch, length), and everything else (batch, length, channel). A call computes a piece of `PIECE`
+channels of one sequence, in blocks of `LANES`; calls are numbered sequence by sequence. The innermost loops run over
+the lanes of a block; those after the last channel are zero.
 """
 
 import math
@@ -82,6 +83,14 @@ def _power(x):
 
 @_inlined
 @no_type_check
+def _position(call, log_decay):
+    """Return the sequence and the piece of its channels that a call computes."""
+    count = (log_decay.shape[2] + PIECE - 1) // PIECE
+    return call // count, call % count
+
+
+@_inlined
+@no_type_check
 def _load(to, array, row, first):
     lanes = array[row, first : first + LANES]
     for lane in range(len(lanes)):
@@ -110,18 +119,31 @@ def _rates(rate, first):
     return lanes
 
 
+@_inlined
+@no_type_check
+def _decays(to, step, rates, continues):
+    """Write the decay of each row of rates at a token: zero where a segment begins."""
+    for m in range(len(rates)):
+        for lane in range(LANES):
+            to[m, lane] = continues * _power(step[lane] * rates[m, lane])
+
+
 @_compiled
 @no_type_check
-def scan(query, key, log_decay, scale, rate, reset, value, out, starts, piece):
+def scan(query, key, log_decay, scale, rate, reset, value, out, starts, call):
     """Run S_t = exp(g_t) S_{t-1} + k_t s_t v_t and read y_t = q_t . S_t.
 
-    `starts` (group, state, channel) is filled with the state before each `GROUP` tokens, as far as it has groups.
+    `starts` (batch, group, state, channel) is filled with the state before each `GROUP` tokens, if it has groups.
     """
+    row, piece = _position(call, log_decay)
+    query, key, log_decay, scale, reset = query[row], key[row], log_decay[row], scale[row], reset[row]
+    value, out, starts = value[row], out[row], starts[row]
     length, size = query.shape
     step, written = np.zeros(LANES, np.float32), np.zeros(LANES, np.float32)
     factor, read = np.zeros(LANES, np.float32), np.zeros(LANES, np.float32)
     for first in range(piece * PIECE, min((piece + 1) * PIECE, log_decay.shape[1]), LANES):
         rates, state = _rates(rate, first), np.zeros((size, LANES), np.float32)
+        faded = np.zeros_like(rates)
         for t in range(length):
             if t % GROUP == 0 and t < GROUP * len(starts):
                 for n in range(size):
@@ -133,24 +155,28 @@ def scan(query, key, log_decay, scale, rate, reset, value, out, starts, piece):
             for lane in range(LANES):
                 written[lane] *= factor[lane]
                 read[lane] = 0
+            _decays(faded, step, rates, continues)
             for n in range(size):
-                q, k = query[t, n], key[t, n]
+                q, k, decay = query[t, n], key[t, n], faded[min(n, len(faded) - 1)]
                 for lane in range(LANES):
-                    faded = state[n, lane] * (continues * _power(step[lane] * rates[n, lane]))
-                    state[n, lane] = _flushed(faded + k * written[lane])
+                    state[n, lane] = _flushed(state[n, lane] * decay[lane] + k * written[lane])
                     read[lane] += q * state[n, lane]
             _store(out, t, first, read)
 
 
 @_compiled
 @no_type_check
-def scan_adjoint(query, key, log_decay, scale, rate, reset, grad, out, piece):
+def scan_adjoint(query, key, log_decay, scale, rate, reset, grad, out, call):
     """Apply the transpose of `scan`: backward in time, queries write and keys read."""
+    row, piece = _position(call, log_decay)
+    query, key, log_decay, scale, reset = query[row], key[row], log_decay[row], scale[row], reset[row]
+    grad, out = grad[row], out[row]
     length, size = query.shape
     step, written = np.zeros(LANES, np.float32), np.zeros(LANES, np.float32)
     factor, read = np.zeros(LANES, np.float32), np.zeros(LANES, np.float32)
     for first in range(piece * PIECE, min((piece + 1) * PIECE, log_decay.shape[1]), LANES):
         rates, state = _rates(rate, first), np.zeros((size, LANES), np.float32)
+        faded = np.zeros_like(rates)
         for t in range(length - 1, -1, -1):
             _load(step, log_decay, t, first)
             _load(written, grad, t, first)
@@ -158,12 +184,13 @@ def scan_adjoint(query, key, log_decay, scale, rate, reset, grad, out, piece):
             continues = np.float32(0) if reset[t] else np.float32(1)
             for lane in range(LANES):
                 read[lane] = 0
+            _decays(faded, step, rates, continues)
             for n in range(size):
-                q, k = query[t, n], key[t, n]
+                q, k, decay = query[t, n], key[t, n], faded[min(n, len(faded) - 1)]
                 for lane in range(LANES):
                     entered = state[n, lane] + q * written[lane]
                     read[lane] += k * entered
-                    state[n, lane] = _flushed(entered * (continues * _power(step[lane] * rates[n, lane])))
+                    state[n, lane] = _flushed(entered * decay[lane])
             for lane in range(LANES):
                 read[lane] *= factor[lane]
             _store(out, t, first, read)
@@ -173,22 +200,27 @@ def scan_adjoint(query, key, log_decay, scale, rate, reset, grad, out, piece):
 @no_type_check
 def scan_gradients(
     query, key, log_decay, scale, rate, reset, value, starts, grad,
-    by_query, by_key, by_decay, by_scale, by_rate, by_value, piece,
+    by_query, by_key, by_decay, by_scale, by_rate, by_value, call,
 ):  # fmt: skip
     """Write the gradients of <grad, y> by the inputs of `scan`; those by query and key are added, for each piece.
 
     R_t, the gradient by S_t, is `scan_adjoint`'s state; the gradient by g_t is <exp(g_t) S_{t-1}, R_t>. The states of
     `GROUP` tokens at a time are recomputed from `starts`.
     """
+    row, piece = _position(call, log_decay)
+    query, key, log_decay, scale, reset = query[row], key[row], log_decay[row], scale[row], reset[row]
+    value, starts, grad = value[row], starts[row], grad[row]
+    by_query, by_key, by_decay, by_scale = by_query[row], by_key[row], by_decay[row], by_scale[row]
+    by_rate, by_value = by_rate[row], by_value[row]
     length, size = query.shape
     step, factor = np.zeros(LANES, np.float32), np.zeros(LANES, np.float32)
     raw, upstream = np.zeros(LANES, np.float32), np.zeros(LANES, np.float32)
     written, landed = np.zeros(LANES, np.float32), np.zeros(LANES, np.float32)
     slopes, by_log = np.zeros(LANES, np.float32), np.zeros(LANES, np.float32)
     states = np.zeros((GROUP + 1, size, LANES), np.float32)
-    decays = np.zeros((GROUP, size, LANES), np.float32)
+    decays = np.zeros((GROUP, len(rate), LANES), np.float32)
     for first in range(piece * PIECE, min((piece + 1) * PIECE, log_decay.shape[1]), LANES):
-        rates, rate_slopes = _rates(rate, first), np.zeros((size, LANES), np.float32)
+        rates, rate_slopes = _rates(rate, first), np.zeros((len(rate), LANES), np.float32)
         flow = np.zeros((size, LANES), np.float32)
         for group in range(len(starts) - 1, -1, -1):
             begin, end = group * GROUP, min(length, (group + 1) * GROUP)
@@ -202,12 +234,11 @@ def scan_gradients(
                 before, after, faded = states[i], states[i + 1], decays[i]
                 for lane in range(LANES):
                     written[lane] = raw[lane] * factor[lane]
+                _decays(faded, step, rates, continues)
                 for n in range(size):
-                    k = key[begin + i, n]
+                    k, decay = key[begin + i, n], faded[min(n, len(faded) - 1)]
                     for lane in range(LANES):
-                        decay = continues * _power(step[lane] * rates[n, lane])
-                        faded[n, lane] = decay
-                        after[n, lane] = _flushed(before[n, lane] * decay + k * written[lane])
+                        after[n, lane] = _flushed(before[n, lane] * decay[lane] + k * written[lane])
             for i in range(end - begin - 1, -1, -1):
                 t = begin + i
                 _load(step, log_decay, t, first)
@@ -220,7 +251,7 @@ def scan_gradients(
                     landed[lane] = 0
                     slopes[lane] = 0
                 for n in range(size):
-                    q, k = query[t, n], key[t, n]
+                    q, k, m = query[t, n], key[t, n], min(n, len(rates) - 1)
                     to_query, to_key = np.float32(0), np.float32(0)
                     # Short loops over few arrays: the compiler checks each pair of arrays for an overlap.
                     for lane in range(LANES):
@@ -230,11 +261,11 @@ def scan_gradients(
                         to_key += flow[n, lane] * written[lane]
                         landed[lane] += k * flow[n, lane]
                     for lane in range(LANES):
-                        flow[n, lane] = _flushed(flow[n, lane] * faded[n, lane])
+                        flow[n, lane] = _flushed(flow[n, lane] * faded[m, lane])
                         by_log[lane] = flow[n, lane] * before[n, lane]
                     for lane in range(LANES):
-                        slopes[lane] += by_log[lane] * rates[n, lane]
-                        rate_slopes[n, lane] += by_log[lane] * step[lane]
+                        slopes[lane] += by_log[lane] * rates[m, lane]
+                        rate_slopes[m, lane] += by_log[lane] * step[lane]
                     by_query[piece, t, n] += to_query
                     by_key[piece, t, n] += to_key
                 for lane in range(LANES):
@@ -244,8 +275,8 @@ def scan_gradients(
                 _store(by_decay, t, first, slopes)
                 _store(by_scale, t, first, raw)
                 _store(by_value, t, first, landed)
-        for n in range(size):
-            _store(by_rate, n, first, rate_slopes[n])
+        for m in range(len(rate)):
+            _store(by_rate, m, first, rate_slopes[m])
 
 
 @_compiled

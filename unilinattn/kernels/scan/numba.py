@@ -1,21 +1,17 @@
-"""The linear-time passes on a CPU with Numba: one compiled loop for a selective state space, else the form of torch."""
+"""The linear-time passes on a CPU with Numba: compiled loops for S6 and for scalar decays, else the form of torch."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from jaxtyping import Float
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from unilinattn.kernels import loops
 from unilinattn.kernels.scan import tiled
-from unilinattn.kernels.scan.memories import Diagonal
-from unilinattn.kernels.scan.tiled import scalar_scan, scalar_scan_adjoint
+from unilinattn.kernels.scan.memories import Diagonal, Scalar
 from unilinattn.kernels.threads import in_pieces
-
-__all__ = ["diagonal_scan", "diagonal_scan_adjoint", "scalar_scan", "scalar_scan_adjoint"]
 
 
 def diagonal_scan(
@@ -34,10 +30,55 @@ def diagonal_scan_adjoint(
     return _adjoint(*memory, grad)
 
 
+def scalar_scan(
+    memory: Scalar, value: Float[Tensor, "batch length head channel"]
+) -> Float[Tensor, "batch length head channel"]:
+    """Run a memory with one decay per head forward in time on values; differentiable once."""
+    if not _is_short(memory, value):
+        return tiled.scalar_scan(memory, value)
+    return _of_groups(_Scan.apply, memory, value)
+
+
+def scalar_scan_adjoint(
+    memory: Scalar, grad: Float[Tensor, "batch length head channel"]
+) -> Float[Tensor, "batch length head channel"]:
+    """Apply the transpose of `scalar_scan`'s matrix."""
+    if tiled.is_differentiated(*memory, grad) or not _is_short(memory, grad):
+        return tiled.scalar_scan_adjoint(memory, grad)
+    return _of_groups(_adjoint, memory, grad)
+
+
+def _of_groups(
+    scan: Callable[..., Tensor], memory: Scalar, value: Float[Tensor, "batch length head channel"]
+) -> Float[Tensor, "batch length head channel"]:
+    """Return a scan in which each group of heads is a sequence, and a head's decay that of each of its channels."""
+    groups = memory.query.shape[2]
+
+    def by_group(tensor: Tensor) -> Tensor:
+        return tensor.unflatten(2, (groups, -1)).transpose(1, 2).flatten(0, 1)
+
+    query, key = (by_group(factor).flatten(2).unsqueeze(2) for factor in (memory.query, memory.key))
+    decay, scale = (by_group(t.unsqueeze(3).expand(value.shape)).flatten(2) for t in memory[2:])
+    values = by_group(value).flatten(2)
+    rate = values.new_ones(values.shape[2], 1)
+    out = scan(query, key, decay.unsqueeze(3), scale, rate, None, values.unsqueeze(3))
+    return out.view(len(value), groups, *out.shape[1:3]).transpose(1, 2).reshape(value.shape)
+
+
+def _is_short(memory: Scalar, value: Tensor) -> bool:
+    """Whether the factors are float32, and the recurrence takes at most the products of the chunked form.
+
+    These are `CHUNK` for a token and channel, and one for each coordinate in the loops, whose lanes may be idle.
+    """
+    channels = value.shape[2:].numel() // memory.query.shape[2]
+    lanes = -(-channels // loops.LANES) * loops.LANES
+    few = memory.query.shape[3] * lanes <= tiled.CHUNK * channels
+    return few and all(t.dtype == torch.float32 for t in (*memory, value))
+
+
 def state_elements(batch: int, length: int, channels: int, state: int) -> int:
     """Elements of the saved states of a differentiated scan, and of the pieces' gradients of query and key."""
-    pieces = -(-channels // loops.PIECE)
-    return batch * state * (-(-length // loops.GROUP) * channels + 2 * length * pieces)
+    return batch * state * (-(-length // loops.GROUP) * channels + 2 * length * _pieces(channels))
 
 
 class _Scan(torch.autograd.Function):
@@ -50,8 +91,7 @@ class _Scan(torch.autograd.Function):
         groups = -(-value.shape[1] // loops.GROUP) if any(ctx.needs_input_grad[:-1]) else 0
         starts = value.new_empty(len(value), groups, inputs[0].shape[3], value.shape[2])
         out = value.new_empty(value.shape)
-        for arrays, *results in zip(_arrays(*inputs), _lists(out.squeeze(3)), _lists(starts), strict=True):
-            _over_channels(loops.scan, *arrays, *results)
+        _over_pieces(loops.scan, *_factors(*inputs), out.squeeze(3), starts)
         ctx.save_for_backward(*inputs, starts)
         return out
 
@@ -64,13 +104,12 @@ class _Scan(torch.autograd.Function):
             return *(None,) * 6, _adjoint(*inputs[:-1], upstream)
         batch, length, channels, _ = upstream.shape
         size = starts.shape[2]
-        shared = (batch, -(-channels // loops.PIECE), length, size)
+        shared = (batch, _pieces(channels), length, size)
         by_query, by_key = upstream.new_zeros(shared), upstream.new_zeros(shared)
         by_decay, by_scale, by_value = (upstream.new_empty(batch, length, channels) for _ in range(3))
-        by_rate = upstream.new_empty(batch, size, channels)
-        tensors = (starts, upstream.squeeze(3), by_query, by_key, by_decay, by_scale, by_rate, by_value)
-        for arrays, *others in zip(_arrays(*inputs), *map(_lists, tensors), strict=True):
-            _over_channels(loops.scan_gradients, *arrays, *others)
+        by_rate = upstream.new_empty(batch, inputs[4].shape[1], channels)
+        gradients = by_query, by_key, by_decay, by_scale, by_rate, by_value
+        _over_pieces(loops.scan_gradients, *_factors(*inputs), starts, upstream.squeeze(3), *gradients)
         by_query, by_key = (t.sum(1).unsqueeze(2) for t in (by_query, by_key))
         return by_query, by_key, by_decay.unsqueeze(3), by_scale, by_rate.sum(0).T, None, by_value.unsqueeze(3)
 
@@ -78,8 +117,7 @@ class _Scan(torch.autograd.Function):
 def _adjoint(*inputs: Any) -> Tensor:
     grad = inputs[-1]
     out = grad.new_empty(grad.shape)
-    for arrays, result in zip(_arrays(*inputs), _lists(out.squeeze(3)), strict=True):
-        _over_channels(loops.scan_adjoint, *arrays, result)
+    _over_pieces(loops.scan_adjoint, *_factors(*inputs), out.squeeze(3))
     return out
 
 
@@ -92,20 +130,18 @@ def _is_selective(memory: Diagonal, value: Tensor) -> bool:
     return single and all(t.dtype == torch.float32 for t in (query, key, log_decay, key_scale, rate, value))
 
 
-def _arrays(*inputs: Any) -> Iterator[tuple[NDArray[Any], ...]]:
-    """Yield the arrays of each sequence, of the factors and of the values, as the compiled loops take them."""
+def _factors(*inputs: Any) -> tuple[Tensor, ...]:
+    """Return the factors and the values as the compiled loops take them."""
     query, key, log_decay, key_scale, rate, reset, value = inputs
     reset = value.new_zeros(value.shape[:2], dtype=torch.bool) if reset is None else reset
-    rate = rate.T.expand(len(value), -1, -1)
-    query, key, log_decay, value = query.squeeze(2), key.squeeze(2), log_decay.squeeze(3), value.squeeze(3)
-    return zip(*map(_lists, (query, key, log_decay, key_scale, rate, reset, value)), strict=True)
+    return query.squeeze(2), key.squeeze(2), log_decay.squeeze(3), key_scale, rate.T, reset, value.squeeze(3)
 
 
-def _lists(tensor: Tensor) -> list[NDArray[Any]]:
-    """Return an array of each sequence; of a contiguous tensor, such as one for results, it is a view."""
-    return [t.detach().contiguous().numpy() for t in tensor]
+def _over_pieces(loop: Callable[..., None], *tensors: Tensor) -> None:
+    """Run a compiled loop for each piece of the channels of each sequence; tensors for results are contiguous."""
+    calls = len(tensors[2]) * _pieces(tensors[2].shape[2])
+    in_pieces(loop, calls, *(t.detach().contiguous().numpy() for t in tensors))
 
 
-def _over_channels(loop: Callable[..., None], *arrays: NDArray[Any]) -> None:
-    """Run a compiled loop for each piece of the channels."""
-    in_pieces(loop, -(-arrays[2].shape[1] // loops.PIECE), *arrays)
+def _pieces(channels: int) -> int:
+    return -(-channels // loops.PIECE)

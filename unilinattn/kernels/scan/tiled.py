@@ -4,7 +4,7 @@ All exponents are sums of log-decays, hence never positive: nothing overflows, a
 Masks apply to the exponents, before the exponential, so gradients stay finite.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -263,26 +263,31 @@ def scalar_scan_adjoint(
 
 def _scalar_pass(memory: Scalar, vectors: Tensor, *, reverse: bool) -> Tensor:
     query, key, log_decay, _ = memory
-    heads, order = log_decay.shape[-1], -1 if reverse else 1
-    state = vectors.new_zeros(vectors.shape[0], heads, query.shape[-1], vectors.shape[-1])
-    outputs = []
-    for q, k, g, v in cut(CHUNK, query, key, log_decay, flushed(vectors))[::order]:
-        begun, ahead, within = _fading(g)
-        scores = flushed_(repeat_groups(torch.einsum("bign,bjgn->bgij", q, k), heads, 1) * within)
-        q, k = repeat_groups(q, heads, 2), repeat_groups(k, heads, 2)
-        read, write = flushed_(q * begun.unsqueeze(-1)), flushed_(k * ahead.unsqueeze(-1))
-        if reverse:
-            scores, read, write = scores.mT, write, read
-        output = torch.einsum("bhij,bjhp->bihp", scores, v)
-        outputs.append(output + torch.einsum("bihn,bhnp->bihp", read, state))
-        state = flushed_(begun[:, -1, :, None, None] * state + torch.einsum("bjhn,bjhp->bhnp", write, v))
+    order = -1 if reverse else 1
+    state: Tensor | None = None
+    outputs: list[Tensor] = []
+    chunks = cut(CHUNK, query, key, log_decay, flushed(vectors))[::order]
+    for q, k, g, v in chunks:
+        products = torch.einsum("bign,bjgn->bgij", q, k).unsqueeze(2)
+        scores = flushed_(products * fading(g).unflatten(1, (q.shape[2], -1))).flatten(1, 2)
+        output = torch.einsum("bhij,bjhp->bihp", scores.mT if reverse else scores, v)
+        # The queries face the chunk's start and the keys its end; backward in time, keys read and queries write.
+        reading, writing = [(q, to_token), (k, from_token)][::order]
+        # No state enters the first chunk, and no chunk reads the state after the last one.
+        if state is not None:
+            output = output + torch.einsum("bihn,bhnp->bihp", _facing(*reading, g), state)
+        outputs.append(output)
+        if len(outputs) < len(chunks):
+            entering = torch.einsum("bjhn,bjhp->bhnp", _facing(*writing, g), v)
+            passed = 0 if state is None else decays(g.sum(1))[..., None, None] * state
+            state = flushed_(entering + passed)
     return torch.cat(outputs[::order], dim=1)
 
 
-def _fading(log_decay: Float[Tensor, "batch length head"]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the decays from the start to each token, from each token to the end, and between tokens.
-
-    (batch, length, head), (batch, length, head) and (batch, head, query, key); exponents are sums of log-decays only.
-    """
-    decay = log_decay.unsqueeze(-1)
-    return decays(to_token(decay)).squeeze(-1), decays(from_token(decay)).squeeze(-1), fading(log_decay)
+def _facing(
+    factor: Float[Tensor, "batch length group state"],
+    until: Callable[[Tensor], Tensor],
+    log_decay: Float[Tensor, "batch length head"],
+) -> Float[Tensor, "batch length head state"]:
+    """Return a factor for each head, decayed from each token to an end of the chunk by the exponents of `until`."""
+    return flushed_(repeat_groups(factor, log_decay.shape[2], 2) * decays(until(log_decay.unsqueeze(-1))))
