@@ -1,6 +1,6 @@
 """Answers of models to questions, and metrics of the scores that explain them, also if they are wrong."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +8,9 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from evidence.questions import Questions
-from unilinattn.evaluation import Case, Sample, row_scores
+from unilinattn.evaluation import Case, RowScores, Sample
+from unilinattn.evaluation.case import ranked, rankings
+from unilinattn.evaluation.measures import Measurement, Metric
 from unilinattn.examples.tasks import NO_ANSWER
 from unilinattn.host.substitution import through_operators
 
@@ -94,26 +96,28 @@ def one_of_each_context(every: Sequence[Answer]) -> list[Answer]:
     return [questions[number % len(questions)] for number, questions in enumerate(contexts.values())]
 
 
-def answer_ap(case: Case) -> float:
-    """Return the AP of the scores for the keys that hold the right answer."""
-    relevant = case.valid & (case.sample.inputs[0] == case.sample.label)
-    return float(row_scores(case.scores[None], relevant[None], case.valid[None]).ap)
+def _of_both(name: str, combined: Callable[[RowScores, RowScores], float]) -> Metric:
+    """Return a metric of the rankings of the keys that hold the predicted token and of those that hold the answer."""
+
+    def measure(cases: Sequence[Case]) -> list[Measurement]:
+        answers = [case.valid & (case.sample.inputs[0] == case.sample.label) for case in cases]
+        pairs = zip(rankings(cases), ranked(cases, answers), strict=True)
+        return [Measurement.mean(combined(*pair)) for pair in pairs]
+
+    return Metric(name, measure, of_batch=True)
 
 
-def answer_hit(case: Case) -> float:
-    """Return the probability that the best key holds the right answer."""
-    relevant = case.valid & (case.sample.inputs[0] == case.sample.label)
-    return float(row_scores(case.scores[None], relevant[None], case.valid[None]).hit_at_1)
-
-
-def either_hit(case: Case) -> float:
-    """Return the probability that the best key holds the predicted token or the right answer."""
-    return float(case.ranking.hit_at_1) + answer_hit(case)
-
-
-def lead(case: Case) -> float:
-    """Return the AP for the keys of the predicted token, less that for the keys of the right answer."""
-    return float(case.ranking.ap) - answer_ap(case)
+OF_ANSWERS: Mapping[str, Metric] = {
+    metric.name: metric
+    for metric in (
+        _of_both("answer_ap", lambda predicted, right: right.ap),
+        _of_both("answer_hit", lambda predicted, right: right.hit_at_1),
+        _of_both("either_hit", lambda predicted, right: predicted.hit_at_1 + right.hit_at_1),
+        _of_both("lead", lambda predicted, right: predicted.ap - right.ap),
+    )
+}
+"""Metrics of wrong answers: the AP and the hit@1 for the keys of the right answer; the probability that the best key
+holds the predicted token or the right answer; and the AP for the predicted token, less that for the right answer."""
 
 
 def first_half(case: Case) -> float:

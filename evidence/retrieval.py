@@ -11,14 +11,11 @@ from torch.nn import functional
 import unilinattn as ula
 from evidence import retrieval_length
 from evidence.answers import (
+    OF_ANSWERS,
     SCORED_LENGTHS,
     Answer,
-    answer_ap,
-    answer_hit,
     answers,
-    either_hit,
     first_half,
-    lead,
     of_all_lengths,
     one_of_each_context,
 )
@@ -61,10 +58,7 @@ SEED_STEP = 2 * len(SEEDS)
 
 PASSKEYS: Mapping[str, Any] = {"ap": "ap", "hit_at_1": "hit_at_1"}
 WORDS_RIGHT: Mapping[str, Any] = {**PASSKEYS, "recall_at_k": "recall_at_k", "first_half": function_metric(first_half)}
-OF_ERRORS: Mapping[str, Any] = {
-    **PASSKEYS,
-    **{one.__name__: function_metric(one) for one in (answer_ap, answer_hit, either_hit, lead)},
-}
+OF_ERRORS: Mapping[str, Any] = {**PASSKEYS, **OF_ANSWERS}
 """Metrics of right passkeys, right words and wrong answers."""
 
 RECIPES = {

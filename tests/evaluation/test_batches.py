@@ -2,11 +2,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import unilinattn as ula
 from tests.evaluation import tiny
-from unilinattn.errors import OptionError
+from unilinattn.errors import InputError, OptionError
 
 
 def test_a_batch_has_the_numbers_of_its_samples() -> None:
@@ -48,3 +49,17 @@ def test_the_perturbed_inputs_of_a_batch_run_together() -> None:
         assert single == pytest.approx(joint, abs=1e-9)
         assert len(set(single.values())) > len(single) / 2
     assert counts[1] < 0.7 * counts[0] and counts[3] < 0.7 * counts[2]
+
+
+@pytest.mark.parametrize("metric", ["ap", ("comprehensiveness", {"masking": "token", "mask_token_id": 0})])
+def test_an_error_of_a_batch_names_its_sample(metric: Any) -> None:
+    model, samples = tiny.model(), tiny.data(2)
+    relevant = torch.arange(samples[0].inputs.shape[1]) == 1
+    # The second sample has no key to rank or to remove.
+    masks = {"first": None, "second": torch.zeros_like(relevant)}
+    data = [
+        replace(sample, target=-1, name=name, relevant=relevant, valid=valid)
+        for sample, (name, valid) in zip(samples, masks.items(), strict=True)
+    ]
+    with pytest.raises(InputError, match=r"model m, sample second, logit, (ap|comprehensiveness).*: "):
+        ula.evaluate({"m": model}, data, ["logit"], [metric], baselines=[], batch_size=2)

@@ -8,13 +8,10 @@ import torch
 import unilinattn as ula
 from evidence import bootstrap, retrieval_length
 from evidence.answers import (
+    OF_ANSWERS,
     SCORED_LENGTHS,
     Answer,
-    answer_ap,
-    answer_hit,
-    either_hit,
     first_half,
-    lead,
     of_all_lengths,
     one_of_each_context,
 )
@@ -146,15 +143,18 @@ def test_metrics_of_a_wrong_answer() -> None:
         result = Attribution(scores=torch.tensor([scores]), dims=("batch", "key"), method="made", mask=None, model="")
         return Case(host, one.sample, trace, result)
 
+    def measured(case: Case, *names: str) -> tuple[float, ...]:
+        return tuple(OF_ANSWERS[name](case).value for name in names)
+
     reason = case([0.1, 0.2, 0.0, 0.9, 0.3, 5, 5, 5])
     # The answer is third of the candidates, which are the tokens of the context.
-    assert (reason.ranking.hit_at_1, answer_hit(reason), either_hit(reason)) == (1, 0, 1)
-    assert (answer_ap(reason), lead(reason)) == pytest.approx((1 / 3, 2 / 3))
+    assert (reason.ranking.hit_at_1, *measured(reason, "answer_hit", "either_hit")) == (1, 0, 1)
+    assert measured(reason, "answer_ap", "lead") == pytest.approx((1 / 3, 2 / 3))
     other = case([0.1, 0.9, 0.0, 0.2, 0.3, 5, 5, 5])
-    assert (other.ranking.hit_at_1, answer_hit(other), either_hit(other)) == (0, 1, 1)
-    assert lead(other) == pytest.approx(-2 / 3)
+    assert (other.ranking.hit_at_1, *measured(other, "answer_hit", "either_hit")) == (0, 1, 1)
+    assert measured(other, "lead") == pytest.approx((-2 / 3,))
     neither = case([0.9, 0.5, 0.0, 0.2, 0.3, 5, 5, 5])
-    assert either_hit(neither) == 0
+    assert measured(neither, "either_hit") == (0,)
     word = Answer(torch.tensor([[7, 8, 7, 7, 8, 7, 7, NAME]]), 7, answer=7, predicted=7, name="7-0")
     result = Attribution(
         scores=torch.tensor([[3.0, 9, -1, 5, 9, 1, 0, 9]]), dims=("batch", "key"), method="made", mask=None, model=""

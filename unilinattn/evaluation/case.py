@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from unilinattn.errors import InputError
 from unilinattn.evaluation.masking import Masking
-from unilinattn.evaluation.metrics import RowScores, earlier_keys, row_scores
+from unilinattn.evaluation.metrics import RowScores, batch_scores, earlier_keys
 from unilinattn.evaluation.perturbation import PerturbationTest
 from unilinattn.evaluation.samples import Sample
 from unilinattn.evaluation.segmentation import SegmentationScores, segmentation_scores
@@ -98,7 +98,7 @@ class Case:
     @cached_property
     def ranking(self) -> RowScores:
         """The ranking metrics."""
-        return row_scores(*map(torch.atleast_2d, (self.scores, self.relevant, self.valid)))
+        return ranked([self], [self.relevant])[0]
 
     @cached_property
     def heat_map(self) -> Float[Tensor, "1 height width"]:
@@ -174,6 +174,30 @@ class Case:
             self.shared[is_causal] = all(is_causal(layer.operator) for layer in self.trace.layers if not layer.opaque)
         others = earlier_keys(keys) if self.shared[is_causal] else ~torch.eye(keys, dtype=torch.bool, device="cpu")
         return (others if queries else others[self.position]) & real
+
+
+def ranked(cases: Sequence[Case], relevant: Sequence[Bool[Tensor, "*query key"]]) -> list[RowScores]:
+    """Return the ranking metrics of cases for some relevant keys of each; scores of one shape are ranked in one step.
+
+    Raises `InputError` for a case without a ranking.
+    """
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for index, case in enumerate(cases):
+        groups.setdefault((case.scores.shape, case.scores.dtype), []).append(index)
+    rankings: dict[int, RowScores] = {}
+    for group in groups.values():
+        rows = [(cases[index].scores, relevant[index], cases[index].valid) for index in group]
+        stacked = (torch.stack(list(map(torch.atleast_2d, tensors))) for tensors in zip(*rows, strict=True))
+        rankings |= zip(group, batch_scores(*stacked), strict=True)
+    return [rankings[index] for index in range(len(cases))]
+
+
+def rankings(cases: Sequence[Case]) -> list[RowScores]:
+    """Return `Case.ranking` of each case, computed in one step."""
+    missing = [case for case in cases if "ranking" not in vars(case)]
+    for case, ranking in zip(missing, ranked(missing, [case.relevant for case in missing]), strict=True):
+        vars(case)["ranking"] = ranking
+    return [case.ranking for case in cases]
 
 
 def joined(cases: Sequence[Case]) -> list[list[Case]]:

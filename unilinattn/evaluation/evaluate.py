@@ -13,7 +13,7 @@ from torch import nn
 
 from unilinattn.errors import InputError, OptionError, UncoveredError, UnilinattnError
 from unilinattn.evaluation.case import Case
-from unilinattn.evaluation.measures import Measurement, Metric, Part
+from unilinattn.evaluation.measures import Measurement, Metric, Part, summed
 from unilinattn.evaluation.observer import Observer
 from unilinattn.evaluation.plan import Entry, Model, Plan, batches, described
 from unilinattn.evaluation.processes import Processes
@@ -23,6 +23,7 @@ from unilinattn.evaluation.scorers import BASELINES, Scorer
 from unilinattn.evaluation.store import Store
 from unilinattn.evaluation.table import PARTS, Table, pool
 from unilinattn.frozen.token_pass import latest_run
+from unilinattn.host.isolation import seed_generators
 from unilinattn.options import Options
 from unilinattn.progress import bars
 from unilinattn.progress import progress as steps
@@ -246,7 +247,7 @@ class _Work:
         terms = [measured.parts for measured in self._plan.chooser.of_cases(cases) if measured is not None]
         if len(terms) < len(cases):
             raise OptionError(f"select_by={self._plan.select_by!r} is not defined for its scores; name another.")
-        return _summed(terms)
+        return summed(terms)
 
     def _rows(self, layers: Mapping[str, int], batch: Mapping[int, Sample]) -> list[Row]:
         """Return the rows of the samples of a batch."""
@@ -295,7 +296,7 @@ class _Work:
                 if measured := [measurement for measurement in measurements[number] if measurement is not None]:
                     row = {"model": self._name, "method": scorer.label, "layer": layer, "sample": name, "metric": label}
                     value = sum(m.value for m in measured) / len(measured)
-                    rows[index].append({**row, "value": value, PARTS: _summed([m.parts for m in measured])})
+                    rows[index].append({**row, "value": value, PARTS: summed([m.parts for m in measured])})
         return rows
 
     def _measurements(
@@ -308,8 +309,15 @@ class _Work:
             draws = [(names[0], of_draw) for of_draw in zip(*cases, strict=True)]
             measured: list[Sequence[Measurement | None]] = []
             for name, group in draws if metric.of_batch else zip(names, cases, strict=True):
-                with self._located(f"sample {name}, {method}, {label}"):
-                    measured.append(metric.of_cases(group))
+                try:
+                    with self._located(f"sample {name}, {method}, {label}"):
+                        measured.append(metric.of_cases(group))
+                except UnilinattnError:
+                    # Of a batch the first sample without a value is named.
+                    for one_name, case in zip(names, group, strict=True) if metric.of_batch else ():
+                        with self._located(f"sample {one_name}, {method}, {label}"):
+                            metric.of_cases([case])
+                    raise
             by_metric[label] = list(zip(*measured, strict=True)) if metric.of_batch else measured
         return by_metric
 
@@ -343,10 +351,10 @@ class _Work:
         return [[result]] if len(batch) == 1 else [[result.select(batch=row)] for row in range(len(batch))]
 
     def _run(self, scorer: Scorer, traced: Trace, kind: str, batch: Mapping[int, Sample]) -> list[Attribution]:
-        devices = {weight.device.index for weight in self._host.parameters() if weight.is_cuda}
+        devices = {w.device.index for w in self._host.parameters() if w.is_cuda}
         # The seed depends on the first sample and the row; the caller's generators are restored.
         with torch.random.fork_rng(devices=sorted(devices)):
-            torch.manual_seed(self._plan.seed_of(kind, next(iter(batch)), scorer.label))
+            seed_generators(self._plan.seed_of(kind, next(iter(batch)), scorer.label), devices)
             return scorer.function(traced, [*batch.values()], trust=self._plan.trust, max_memory=self._plan.max_memory)
 
     def _cases(
@@ -390,8 +398,3 @@ class _Work:
 
 def _has_layers(result: Attribution) -> bool:
     return "layer" in result.dims and result.sizes["layer"] > 1
-
-
-def _summed(measured: Sequence[Sequence[Part]]) -> list[Part]:
-    """Return the sums of each part's numerators and denominators."""
-    return [(sum(top for top, _ in terms), sum(bottom for _, bottom in terms)) for terms in zip(*measured, strict=True)]

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from unilinattn.errors import InputError, OptionError, nearest
-from unilinattn.evaluation.case import Case, joined, perturbation_test
+from unilinattn.evaluation.case import Case, joined, perturbation_test, rankings
 from unilinattn.evaluation.masking import Masking
 from unilinattn.evaluation.metrics import alignment_error_rate, completeness_gap
 from unilinattn.evaluation.perturbation import TENTHS, PerturbationCurve
@@ -51,7 +51,8 @@ class Metric:
         needs: the fields of a sample that it needs.
         larger_is_better: the direction, None for a function.
         options: options by name.
-        of_batch: whether `measure` takes the cases of one method on the samples of a batch, because it runs the model.
+        of_batch: whether `measure` takes the cases of one method on the samples of a batch, because it runs the model
+            or ranks them in one step.
     """
 
     name: str
@@ -75,6 +76,11 @@ class Metric:
             if measurement is not None and not isfinite(measurement.value):
                 raise InputError(f"the value is {measurement.value}; a metric that is undefined raises an error.")
         return list(measured)
+
+
+def summed(measured: Sequence[Sequence[Part]]) -> list[Part]:
+    """Return the sums of each part's numerators and denominators."""
+    return [(sum(top for top, _ in terms), sum(bottom for _, bottom in terms)) for terms in zip(*measured, strict=True)]
 
 
 def metric(name: str, options: Mapping[str, Any]) -> Metric:
@@ -101,9 +107,9 @@ def function_metric(function: Callable[[Case], float]) -> Metric:
     return Metric(function_name(function), lambda case: Measurement.mean(float(function(case))))
 
 
-def _ranking(field: str) -> Callable[[Case], Measurement]:
+def _ranking(field: str) -> Callable[[Sequence[Case]], list[Measurement]]:
     # Weighted by rows, so that the metric over samples is the mean over all rows.
-    return lambda case: Measurement.mean(getattr(case.ranking, field), float(case.ranking.rows))
+    return lambda cases: [Measurement.mean(getattr(rank, field), float(rank.rows)) for rank in rankings(cases)]
 
 
 def _alignment(case: Case) -> Measurement:
@@ -210,10 +216,10 @@ _IMAGE = ("foreground", "grid")
 METRICS: Mapping[str, Metric] = {
     made.name: made
     for made in (
-        Metric("auc", _ranking("auc"), ("relevant",), True),
-        Metric("ap", _ranking("ap"), ("relevant",), True),
-        Metric("recall_at_k", _ranking("recall_at_k"), ("relevant",), True),
-        Metric("hit_at_1", _ranking("hit_at_1"), ("relevant",), True),
+        Metric("auc", _ranking("auc"), ("relevant",), True, of_batch=True),
+        Metric("ap", _ranking("ap"), ("relevant",), True, of_batch=True),
+        Metric("recall_at_k", _ranking("recall_at_k"), ("relevant",), True, of_batch=True),
+        Metric("hit_at_1", _ranking("hit_at_1"), ("relevant",), True, of_batch=True),
         Metric("aer", _alignment, ("relevant",), False),
         *(Metric(name, measure, (), larger, of_batch=True) for name, (measure, larger) in PERTURBATIONS.items()),
         Metric("replacement_gain", _replacement_gain, (), True),

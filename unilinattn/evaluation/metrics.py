@@ -91,16 +91,36 @@ def row_scores(
     """
     candidates = _candidates(scores, valid)
     hits = _broadcast(relevant, scores, "relevant") & candidates
-    counted = hits.any(-1) & (candidates & ~hits).any(-1)
-    rows = int(counted.sum())
-    if rows == 0:
+    return _averaged(scores[None], hits[None], candidates[None])[0]
+
+
+def batch_scores(
+    scores: Float[Tensor, "batch query key"],
+    relevant: Bool[Tensor, "batch query key"],
+    valid: Bool[Tensor, "batch query key"],
+) -> list[RowScores]:
+    """Return `row_scores` of each sequence of a batch, ranked in one step."""
+    candidates = _candidates(scores, valid)
+    return _averaged(scores, relevant & candidates, candidates)
+
+
+def _averaged(
+    scores: Float[Tensor, "batch *query key"],
+    hits: Bool[Tensor, "batch *query key"],
+    candidates: Bool[Tensor, "batch *query key"],
+) -> list[RowScores]:
+    """Return the ranking metrics of each sequence, averaged over its rows."""
+    counted = (hits.any(-1) & (candidates & ~hits).any(-1)).flatten(1)
+    counts, total = counted.sum(1).tolist(), counted.shape[1]
+    if 0 in counts:
         raise InputError(
-            f"None of the {counted.numel()} rows has both a relevant and an irrelevant candidate, so "
-            "there is nothing to rank; check `relevant` and `valid`."
+            f"None of the {total} rows has both a relevant and an irrelevant candidate, so there is nothing to rank; "
+            "check `relevant` and `valid`."
         )
-    metrics = _ranked(scores[counted], hits[counted], candidates[counted])
-    means = {name: float(values.mean()) for name, values in metrics.items()}
-    return RowScores(**means, rows=rows, dropped=counted.numel() - rows)
+    metrics = _ranked(*(t.flatten(1, -2)[counted] for t in (scores, hits, candidates)))
+    rows = zip(*(values.split(counts) for values in metrics.values()), strict=True)
+    means = [dict(zip(metrics, (float(values.mean()) for values in row), strict=True)) for row in rows]
+    return [RowScores(**mean, rows=rows, dropped=total - rows) for mean, rows in zip(means, counts, strict=True)]
 
 
 def rank_correlation(

@@ -121,6 +121,17 @@ def with_own_random_numbers(devices: Iterable[torch.device], compute: Callable[[
     return finished(compute, restore)
 
 
+def seed_generators(seed: int, devices: Iterable[torch.device | int]) -> None:
+    """Seed the random number generators of the CPU and of the CUDA `devices`.
+
+    `torch.manual_seed` would also queue a call, with its stack, for each backend that is not initialised.
+    """
+    torch.default_generator.manual_seed(seed)
+    for device in devices:
+        index = device if isinstance(device, int) else device.index
+        torch.cuda.default_generators[index].manual_seed(seed)
+
+
 def finished(run: Callable[[], Result], restore: Callable[[], object]) -> Result:
     """Return `run()` and complete an idempotent `restore()`, also if Ctrl-C interrupts either of them.
 
