@@ -32,6 +32,7 @@ from tools.markers import replace_section
 from unilinattn.errors import UnilinattnError
 from unilinattn.evaluation import Table
 from unilinattn.evaluation.processes import Processes, apart
+from unilinattn.kernels.backend import using
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -69,7 +70,9 @@ def measured(one: Study, weights: Path, out: Path, *, quick: bool) -> dict[str, 
     for seed in SEEDS[:1] if quick else SEEDS:
         hosts = one.hosts(weights, seed)
         folder = out / ("quick" if quick else "full") / one.name / f"{seed}-{fingerprint(hosts)}"
-        for name, table in one.measure(hosts, seed, one.quick if quick else one.size, folder).items():
+        with using(one.kernels):
+            measured = one.measure(hosts, seed, one.quick if quick else one.size, folder)
+        for name, table in measured.items():
             tables.setdefault(name, {})[seed] = table
     return tables
 

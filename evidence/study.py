@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from evidence.claims import Claim, Results
 from evidence.training import Recipe, loaded, record, trained
 from unilinattn.evaluation import Table
+from unilinattn.kernels.backend import Backend
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -81,6 +82,8 @@ class Study(ABC):
     quick: ClassVar[Size] = Size(4, 4)
     """Numbers of samples of a quick run."""
     views: ClassVar[Sequence[View]] = ()
+    kernels: ClassVar[Backend | None] = "numba"
+    """The form of the kernels: thousands of small explanations are worth the second in which Numba loads."""
 
     def loss(self, host: nn.Module, model: str, seed: int, batch: int) -> Tensor:
         """Return the loss of a model, by its name, on the training batch of a seed."""

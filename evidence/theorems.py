@@ -198,6 +198,8 @@ selective state space with A_t = 1, B_t its keys and C_t its queries; a head wit
     )
     size = Size(1, 1)
     quick = Size(1, 1)
+    # In float64.
+    kernels = None
     views = (
         View(
             "mixing",
