@@ -174,7 +174,18 @@ def test_lrp_is_the_default_of_explain() -> None:
     assert result.method == "lrp" and result.completeness_gap < tolerance("reconstruction", torch.float32)
 
 
-@pytest.mark.parametrize("name", ["gla", "deltanet", "gated deltanet"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gla",
+        "deltanet",
+        "gated deltanet",
+        "linear attention",
+        "lightnet",
+        "rwkv7",
+        "rwkv7, three layers, unfused norms",
+    ],
+)
 def test_content_of_a_live_run_equals_the_shares(name: str) -> None:
     trace = _trace(_model(name))
     content, shares = LiveRun(trace).relevances(-1, 3).content, frozen(trace).shares(-1, 3)

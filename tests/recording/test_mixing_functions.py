@@ -18,6 +18,7 @@ from unilinattn import registry
 from unilinattn.call.entries import Entries
 from unilinattn.call.functions import meaning_of
 from unilinattn.errors import ExactnessError, OptionError, UncoveredError
+from unilinattn.frozen.live import LiveRun
 from unilinattn.frozen.run import FrozenRun
 from unilinattn.mixers import DiagonalDecay, LowRankUpdate, ScalarDecay
 from unilinattn.operator.flow import Flow
@@ -112,6 +113,52 @@ def test_a_module_that_calls_a_registered_function_is_a_layer(package: types.Mod
     shares = FrozenRun(trace).complete_shares(-1, 3)
     assert float((shares.gap / shares.size).max()) < 1e-5 and bool(shares.tokens.all())
     assert package.faded is model.layer.scan and meaning_of(package.faded) is None
+
+
+class Attended(nn.Module):
+    """Linear attention of one head, by a function of a package."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        self.query, self.key, self.value = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (side(x).unsqueeze(2) for side in (self.query, self.key, self.value))
+        return self.function(query, key, value).squeeze(2)
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    with torch._C.DisableTorchFunction():
+        return torch.einsum("bij,bjhp->bihp", torch.einsum("bihn,bjhn->bij", query, key).tril(), value)
+
+
+def shared(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """`attention`, in whose gradient values have a half of the relevance, and queries and keys a quarter each."""
+    sent = attention(query.detach(), key.detach(), value)
+    matched = (attention(query, key.detach(), value.detach()) + attention(query.detach(), key, value.detach())) / 2
+    return (sent + matched) / 2
+
+
+def test_values_and_factors_of_a_registered_function_share_its_relevance(package: types.ModuleType) -> None:
+    package.attention = attention
+
+    @register_mixing_function("a_package.attention", carried="value")
+    def mixer(query: Tensor, key: Tensor) -> ScalarDecay:
+        return ScalarDecay(query, key, torch.zeros_like(query[..., 0]))
+
+    model, ids = Model(package.attention).double().eval(), torch.arange(6)[None]
+    model.layer = Attended(package.attention).double()
+    trace = ula.trace(model, ids, progress=False)
+    relevances = LiveRun(trace).relevances(-1, 3)
+    content = FrozenRun(trace).shares(-1, 3).tokens
+    assert relative_error(relevances.content, content) < LIMIT
+    # The same model by hand: the gradient of each token's vector times the vector.
+    x = model.embedding(ids).detach().requires_grad_()
+    model.layer.function = shared
+    (grad,) = torch.autograd.grad(model.head(x + model.layer(x))[0, -1, 3], x)
+    assert relative_error(relevances.tokens, (x * grad).sum(-1)) < LIMIT
+    assert float(relevances.control.norm()) > 0.01 * float(content.norm())
 
 
 class GatedOutput(Layer):

@@ -1,6 +1,7 @@
 """Parts of flash-linear-attention's layers: padding, projections, convolutions, rotations, activations and norms."""
 
 from collections.abc import Callable
+from inspect import unwrap
 from typing import Any
 
 import torch
@@ -120,6 +121,8 @@ def elementwise(call: Call, function: Any) -> Callable[[Tensor], Tensor]:
 
 def function_name(function: Any) -> str:
     """Return a function's name in the host's options, or else its own name."""
+    # A live run wraps the host's functions.
+    function = unwrap(function) if callable(function) else function
     name = function if isinstance(function, str) else getattr(function, "__name__", type(function).__name__)
     if name == "apply":
         # A kernel with a backward pass is the bound `apply` of an autograd function.

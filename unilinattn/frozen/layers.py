@@ -57,6 +57,12 @@ def _returns_more(layer: Layer) -> bool:
     return layer.architecture == UNREGISTERED and any(x.shape[1] != x.shape[2] for x in vectors)
 
 
+def shares_values(layer: Layer) -> bool:
+    """Tell whether a layer's architecture shares values with later layers."""
+    architecture = architecture_of(type(layer.module))
+    return architecture is not None and architecture.shared_values is not None
+
+
 def with_shared_values(layer: Layer, arguments: Mapping[str, Any], returned: Any) -> Any:
     """Return what a layer returned, with the values that its architecture shares with later layers in the graph."""
     architecture = architecture_of(type(layer.module))

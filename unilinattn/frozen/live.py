@@ -15,7 +15,7 @@ from unilinattn.call.attention_interface import configurations, is_hidden
 from unilinattn.call.nested import mapped, tensors
 from unilinattn.call.parameters import constant_parameters
 from unilinattn.errors import UncoveredError
-from unilinattn.frozen.layers import with_shared_values
+from unilinattn.frozen.layers import shares_values, with_shared_values
 from unilinattn.frozen.shares import Linearized, by_token, linearized
 from unilinattn.frozen.token_pass import PassSpec, TokenPass, TokenRun, shared_run
 from unilinattn.host.forwards import Forward, replaced_forwards
@@ -25,7 +25,7 @@ from unilinattn.host.logits import Logit
 from unilinattn.host.module_calls import layer_input
 from unilinattn.host.recorder import MAIN, captured
 from unilinattn.host.run import run
-from unilinattn.operator.flow import evaluated_by
+from unilinattn.operator.flow import Flow, evaluated_by
 from unilinattn.operator.stages import Branch, Mix, Scale, Stage
 from unilinattn.registry import visible_functions
 from unilinattn.rules.forms import carried
@@ -153,7 +153,7 @@ class LivePass(TokenPass):
     def _compute(self) -> Any:
         # Leaves among the arguments are made before the rules apply, which let no host switch gradients on.
         arguments = self.arguments()
-        with Live(self.where, self.paths, self.marker()):
+        with Live(self.where, self.paths, self.marker()), evaluated_by(partial(_evaluate, self.paths)):
             output = call_host(self.model, arguments)
         require_visible(output, type(self.model).__name__)
         return mapped(output, lambda t: t if t.requires_grad else t.detach())
@@ -166,7 +166,8 @@ class LivePass(TokenPass):
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             layer = queue.pop(0)
-            if layer.needs_capture:
+            shares = shares_values(layer)
+            if layer.needs_capture and not shares:
                 return host(*args, **kwargs)
             arguments = bound_arguments(module, args, kwargs)
             with torch._C.DisableTorchFunction():
@@ -174,17 +175,18 @@ class LivePass(TokenPass):
                 read = None if x is None else layer.as_read(x.to(layer.input.dtype), layer.input.shape)
             if x is None or read is None or not x.requires_grad:
                 return host(*args, **kwargs)
-            output = live_output(layer, read, self.paths, x.dtype)
+            # Values of an earlier layer are carried too.
+            flow = layer.flow_in_run(read, arguments if shares else None)
+            output = live_output(layer, flow, x.dtype)
             returned = mapped(layer.structure, lambda tensor: output if tensor is MAIN else tensor)
             return with_shared_values(layer, arguments, returned)
 
         return forward
 
 
-def live_output(layer: Layer, x: Float[Tensor, "batch key in"], paths: Paths, dtype: torch.dtype) -> Tensor:
-    """Return the recorded output of a layer, in the graph of its live flow from `x`."""
-    with evaluated_by(partial(_evaluate, paths)):
-        computed = layer.flow_in_run(x).value
+def live_output(layer: Layer, flow: Flow, dtype: torch.dtype) -> Tensor:
+    """Return the recorded output of a layer, in the graph of its live flow."""
+    computed = flow.value
     with torch._C.DisableTorchFunction():
         # The value is the recorded one, so that later factors are those of the trace.
         rounding = (layer.output - computed).detach()

@@ -1,6 +1,6 @@
 """`Layer`: one call of a token-mixing module with its operator; `Step`: layers that are added to a stream together."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
@@ -344,9 +344,12 @@ class Layer:
         with full_precision():
             return in_gradient_mode(False, lambda: isolated(self.module, lambda: build_flow(self._architecture, call)))
 
-    def flow_in_run(self, x: Float[Tensor, "batch key in"]) -> Flow:
-        """Build `flow` inside a run of the model, which may replace its weights by those of the traced run."""
-        call = Call(self.module, self.name, self.arguments, x, self.output, self.seen, self.axes)
+    def flow_in_run(self, x: Float[Tensor, "batch key in"], arguments: Mapping[str, Any] | None = None) -> Flow:
+        """Build `flow` inside a run of the model, which may replace its weights by those of the traced run.
+
+        `arguments`: those of the layer's call in this run, by default the recorded ones.
+        """
+        call = Call(self.module, self.name, arguments or self.arguments, x, self.output, self.seen, self.axes)
         with full_precision():
             return build_flow(self._architecture, call)
 
