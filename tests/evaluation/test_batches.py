@@ -63,3 +63,21 @@ def test_an_error_of_a_batch_names_its_sample(metric: Any) -> None:
     ]
     with pytest.raises(InputError, match=r"model m, sample second, logit, (ap|comprehensiveness).*: "):
         ula.evaluate({"m": model}, data, ["logit"], [metric], baselines=[], batch_size=2)
+
+
+def test_each_sample_of_a_batch_is_ranked_by_its_masks() -> None:
+    model, samples = tiny.model().double(), tiny.data(3)
+    keys = torch.arange(samples[0].inputs.shape[1])
+    masks = [(keys == 1, keys < 5), (keys == 3, keys > 0), (keys < 2, keys < 4)]
+    data = [
+        replace(sample, target=-1, relevant=relevant, valid=valid)
+        for sample, (relevant, valid) in zip(samples, masks, strict=True)
+    ]
+    metrics = ["auc", "ap", "recall_at_k", "hit_at_1"]
+    singles, batch = (ula.evaluate({"m": model}, data, ["logit"], metrics, batch_size=size) for size in (1, 3))
+    values = [row["value"] for row in singles]
+    assert [row["value"] for row in batch] == pytest.approx(values, abs=1e-12)
+    # Other masks would have other numbers.
+    others = [replace(sample, relevant=masks[0][0], valid=masks[0][1]) for sample in data]
+    mixed = ula.evaluate({"m": model}, others, ["logit"], metrics, batch_size=3)
+    assert [row["value"] for row in mixed] != pytest.approx(values, abs=1e-3)
