@@ -52,7 +52,7 @@ FAMILIES = (
         ("fla_rwkv6", "fla_rwkv6_channel", "fla_rwkv7", "fla_rwkv7_channel", "rwkv4", "rwkv4_channel"),
     ),
     Family("state spaces with fixed parameters", "S4, S4D, DSS, S5, GSS", ("dss", "gss", "s4", "s4d", "s5")),
-    Family("convolution", "H3, Hyena, LFM2", ("h3", "hyena", "lfm2", "multi-hyena")),
+    Family("convolution", "H3, Hyena, LFM2, LFM3", ("h3", "hyena", "lfm2", "multi-hyena")),
     Family(
         "softmax attention",
         "GPT-2, Llama, Gemma, BERT, ViT, DeepSeek (MLA), Forgetting Transformer",

@@ -29,6 +29,7 @@ LEFT_OUT = {
         "bailing hybrid, unbounded decay, biases": NO_CLASS,
         "glm 5 next": NO_CLASS,
         "glm 5 next, unbounded decay, shared index": NO_CLASS,
+        "lfm3": NO_CLASS,
         "deepseek 3.2, selected keys": NO_CLASS,
         "minicpm 3": NO_CLASS,
         "a.x k1": NO_CLASS,

@@ -314,10 +314,22 @@ def _tanh_in_place(x: Tensor) -> Tensor:
     return capped
 
 
+def _exp(x: Tensor) -> Tensor:
+    return x - 2 * torch.exp(x / 2)
+
+
+def _exp_in_place(x: Tensor) -> Tensor:
+    scaled = x / 2
+    scaled.exp_()
+    scaled *= -2
+    scaled += x
+    return scaled
+
+
 @pytest.mark.parametrize(
     ("plain", "in_place"),
-    [(_swiglu, _swiglu_in_place), (_tanh, _tanh_in_place), (_rewritten, _rewritten_in_place)],
-    ids=["gate", "tanh", "written over"],
+    [(_swiglu, _swiglu_in_place), (_tanh, _tanh_in_place), (_rewritten, _rewritten_in_place), (_exp, _exp_in_place)],
+    ids=["gate", "tanh", "written over", "exponential"],
 )
 def test_functions_in_place_have_the_rules_of_plain_ones(
     plain: Callable[[Tensor], Tensor], in_place: Callable[[Tensor], Tensor]
@@ -345,9 +357,19 @@ def test_a_softmax_in_place_has_the_relevances_of_softmax() -> None:
     _require_same(actual, expected)
 
 
-def test_a_gate_after_an_mlp_with_an_activation_is_a_factor() -> None:
+MLPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "linear map of an activation": lambda x: functional.linear(functional.gelu(x), torch.eye(8).to(x)),
+    "scale of a stream": lambda x: x * x.mean(-1, keepdim=True),
+    "softplus": lambda x: functional.linear(functional.softplus(x), torch.eye(8).to(x)),
+    "exponential": lambda x: x - 2 * torch.exp(x / 2),
+    "xIELU": lambda x: torch.where(x > 0, 0.8 * x * x + x / 2, (torch.expm1(x.clamp_max(0)) - x) * 0.8 + x / 2),
+}
+
+
+@pytest.mark.parametrize("name", MLPS)
+def test_content_of_an_mlp_is_its_share_in_a_frozen_run(name: str) -> None:
     model = MODELS["llama"]()
-    model.model.layers[0].mlp = TokenWise(lambda x: functional.linear(functional.gelu(x), torch.eye(8).to(x)))
+    model.model.layers[0].mlp = TokenWise(MLPS[name])
     with promoted():
         trace = _trace(model)
         content, shares = LiveRun(trace).relevances(-1, 3).content, frozen(trace).shares(-1, 3).tokens

@@ -1,4 +1,4 @@
-"""LFM2: a short convolution between two gates is the only token mixer."""
+"""LFM2 and LFM3: a short convolution between two gates is the only token mixer."""
 
 from unilinattn.call import Call, projection_leak, refusing
 from unilinattn.mixers import Toeplitz
@@ -10,6 +10,7 @@ from unilinattn.registry import register_architecture
 @register_architecture(
     "transformers.models.lfm2.modeling_lfm2.Lfm2ShortConv",
     "transformers.models.lfm2_moe.modeling_lfm2_moe.Lfm2MoeShortConv",
+    "transformers.models.lfm3.modeling_lfm3.Lfm3ShortConv",
     name="lfm2",
     kind="short convolution (LFM2)",
     padding_leak=projection_leak,

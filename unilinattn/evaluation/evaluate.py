@@ -314,8 +314,8 @@ class _Work:
                         measured.append(metric.of_cases(group))
                 except UnilinattnError:
                     # Of a batch the first sample without a value is named.
-                    for one_name, case in zip(names, group, strict=True) if metric.of_batch else ():
-                        with self._located(f"sample {one_name}, {method}, {label}"):
+                    for sample, case in zip(names, group, strict=True) if metric.of_batch else ():
+                        with self._located(f"sample {sample}, {method}, {label}"):
                             metric.of_cases([case])
                     raise
             by_metric[label] = list(zip(*measured, strict=True)) if metric.of_batch else measured

@@ -29,7 +29,8 @@ from unilinattn.operator.flow import Flow, evaluated_by
 from unilinattn.operator.stages import Branch, Mix, Scale, Stage
 from unilinattn.registry import visible_functions
 from unilinattn.rules.forms import carried
-from unilinattn.rules.live import Live, Paths
+from unilinattn.rules.live import Live
+from unilinattn.rules.live_functions import Paths
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Target, Trace
 

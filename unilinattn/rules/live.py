@@ -6,6 +6,7 @@ relevance.
 - Of a product of two carried tensors each gets half; of values and the matrix that mixes them, the parts of a `Paths`.
 - A function of one value such as SiLU has its frozen slope (f(p) - f(0)) / p, and so has a factor that is an
   activation of the value it multiplies, written out as in x sigmoid(x).
+- An exponential or a softplus is such a function too, if its result is added to values.
 - A norm's scale is a constant.
 - All other functions, softmax and exponentials among them, have their derivative.
 
@@ -13,8 +14,6 @@ Source: Achtibat et al., "AttnLRP: attention-aware layer-wise relevance propagat
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,8 +29,9 @@ from unilinattn.mixers.base import checked_factors
 from unilinattn.rules import functions as kinds
 from unilinattn.rules.forms import FORMS, carried
 from unilinattn.rules.functions import name_of, opened
+from unilinattn.rules.live_functions import Derivative, Paths, sloped
 from unilinattn.rules.mixing_functions import MixingFunction
-from unilinattn.rules.slopes import DIFFERENCES, frozen_slope
+from unilinattn.rules.slopes import DIFFERENCES
 
 DECIDED = 3
 """The rank of a tensor that a softmax, an exponential or another function of `FACTORS` made."""
@@ -47,36 +47,19 @@ ELEMENTWISE = (
 )
 """Functions whose output is a function of one value at each entry, if the other arguments are constants."""
 
+_ADDING = kinds.CHOOSING | kinds.JOINING | frozenset(["add", "sub", "subtract", "rsub", "setitem"])
+"""Functions that add their arguments to each other, or write them into one tensor."""
+
+_OF_SUMS = kinds.SAME | kinds.MOVING | frozenset(["mul", "div", "truediv", "masked_fill", "neg"])
+"""Functions of a sum, and of constants, that are still sums of the same values."""
+
+_OF_SCORES = frozenset(["softmax", "log_softmax", "exp", "logsumexp"])
+"""Functions that make a matrix of scores."""
+
 _ACTIVATIONS = kinds.SLOPES | kinds.HOMOGENEOUS
 
 _SAVING = _ACTIVATIONS | kinds.FACTORS
 """Functions of one value whose derivative may need the argument or the result."""
-
-
-@dataclass
-class Paths:
-    """The weights by which a backward pass takes the paths through products; they may change between passes.
-
-    Attributes:
-        value: the weight of a carried value in its product with a factor that the tokens decided, such as a gate.
-        factor: the weight of that factor.
-        values: the weight of values in their product with the matrix of a token mixer.
-        matrix: the weight of the factors of that matrix.
-    """
-
-    value: float = 0.5
-    factor: float = 0.5
-    values: float = 0.5
-    matrix: float = 0.5
-
-    def become(self, other: "Paths") -> None:
-        """Take the weights of another one, for the next backward pass."""
-        vars(self).update(vars(other))
-
-    def weighted(self, tensor: Tensor, share: str, scale: float = 1.0) -> Tensor:
-        """Return a tensor whose gradient is multiplied by `scale` and the weight of a `share`, "" for neither one."""
-        weighted: Tensor = _Weighted.apply(tensor, self, share, scale)
-        return weighted
 
 
 class Live(TorchFunctionMode):
@@ -94,6 +77,8 @@ class Live(TorchFunctionMode):
         self._where, self._paths, self._mark = where, paths, mark
         self._ranks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._roots: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        # The functions of `ACTIVATING` that made a decided tensor, or were added to a value.
+        self._made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Apply the rule of a function."""
@@ -128,8 +113,10 @@ class Live(TorchFunctionMode):
             computed = self._apply(name, function, (before, *args[1:]), kwargs)
             rank = self._ranks.get(computed, rank)
             result = args[0].copy_(computed)
+            self._made[result] = self._made.get(computed, self._made.get(result, []))
         else:
             result = self._apply(name, func, args, kwargs)
+        self._tell_activations(name, live, list(tensors(result)), rank)
         if in_place or name == "setitem":
             self._rewritten(name, args, kwargs, rank)
             return result
@@ -139,6 +126,19 @@ class Live(TorchFunctionMode):
         if isinstance(result, Tensor) and name in ELEMENTWISE:
             self._follow(live, result)
         return result
+
+    def _tell_activations(self, name: str, live: Sequence[Tensor], results: Sequence[Tensor], rank: int) -> None:
+        """Tell functions of `ACTIVATING` whether they are activations, with a frozen slope.
+
+        One is if its result is added to values, unless they are scores, of which a softmax makes a matrix.
+        """
+        made = [derivative for tensor in (*live, *results) for derivative in self._made.get(tensor, ())]
+        if (name in _ADDING and rank < DECIDED) or name in _OF_SCORES:
+            for derivative in made:
+                derivative.is_slope = name in _ADDING
+        if made and (rank == DECIDED or name in _ADDING or (name in _OF_SUMS and len(live) == 1)):
+            for tensor in results:
+                self._made[tensor] = made
 
     def _rewritten(self, name: str, args: Any, kwargs: Any, rank: int) -> None:
         """Note the rank of a tensor that was written into, and which value it is a function of."""
@@ -197,6 +197,11 @@ class Live(TorchFunctionMode):
             return func(*mapped(args, torch.detach), **mapped(kwargs, torch.detach))
         if name in kinds.SLOPES and self.rank(args[0]) < DECIDED:
             return _slope(name, func, *args, **kwargs)
+        if name in kinds.ACTIVATING and args and self.rank(args[0]) < DECIDED:
+            derivative = Derivative()
+            result = sloped(derivative, name, func, *args, **kwargs)
+            self._made[result] = [derivative]
+            return result
         if name in kinds.PRODUCTS or name in kinds.AFFINE:
             return self._product(func, args, kwargs)
         return func(*args, **kwargs)
@@ -222,55 +227,19 @@ class Live(TorchFunctionMode):
         return result
 
     def _shares(self, operands: list[Tensor], ranks: list[int], *, sums: bool) -> list[tuple[str, float]]:
+        value, factor = ("values", "matrix") if sums and max(ranks) == DECIDED else ("value", "factor")
+        sizes = [operand.numel() for operand in operands]
+        if not sums and max(ranks) < DECIDED and len(set(sizes)) > 1:
+            # A scale (batch, length, 1) of a stream (batch, length, channel) is a factor at any rank.
+            ranks = [-size for size in sizes]
         if len(set(ranks)) == 1:
             return [("", 1 / len(operands))] * len(operands)
-        value, factor = ("values", "matrix") if sums and max(ranks) == DECIDED else ("value", "factor")
         return [(value if rank == min(ranks) else factor, 1.0) for rank in ranks]
 
 
 def _slope(name: str, func: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Return a function of one value, whose derivative is its frozen slope."""
-    sloped: Tensor = _Sloped.apply(x, name, partial(_called, func, args, kwargs))
-    return sloped
-
-
-def _called(func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], x: Tensor) -> Tensor:
-    return func(x, *args, **kwargs)
-
-
-class _Sloped(torch.autograd.Function):
-    """A function of one value with its frozen slope, which is computed in the first backward pass that needs it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, name: str, func: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.set_materialize_grads(False)
-        ctx.name, ctx.func, ctx.slope = name, func, None
-        return func(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> Any:
-        if grad is None:
-            return None, None, None
-        if ctx.slope is None:
-            ctx.slope, _ = frozen_slope(ctx.name, ctx.func, ctx.saved_tensors[0])
-        return grad * ctx.slope, None, None
-
-
-class _Weighted(torch.autograd.Function):
-    """The identity, whose gradient is multiplied by a weight that is read in the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, paths: Paths, share: str, scale: float) -> Tensor:
-        ctx.paths, ctx.share, ctx.scale = paths, share, scale
-        ctx.set_materialize_grads(False)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> Any:
-        weight = ctx.scale * (getattr(ctx.paths, ctx.share) if ctx.share else 1)
-        # Without a gradient, nothing before it is computed.
-        return (grad * weight if grad is not None and weight else None), None, None, None
+    return sloped(Derivative(is_slope=True), name, func, x, *args, **kwargs)
 
 
 def _mul(mode: Live, func: Any, x: Any, other: Any) -> Tensor:

@@ -92,6 +92,7 @@ _lfm2_moe = family(
     **dict(_ATTENTION, **_CONVOLUTION, num_dense_layers=1, moe_intermediate_size=8, num_experts=4),
     num_experts_per_tok=2,
 )
+_lfm3 = family("lfm2", causal_model, "Lfm3", layers=3, head_dim=4, **_ATTENTION, **_CONVOLUTION)
 
 HOSTS: tuple[Host, ...] = (
     _rwkv("rwkv"),
@@ -140,5 +141,6 @@ HOSTS: tuple[Host, ...] = (
     _lfm2("lfm2, convolutions alone", dict(layer_types=["conv"] * 3, conv_L_cache=2), length=35, batch=1),
     _lfm2("lfm2, one token", length=1),
     _lfm2_moe("lfm2, experts", length=11),
+    _lfm3("lfm3"),
 )
 """All configurations; the hosts also have attention layers, besides those of their adapter."""
