@@ -128,15 +128,12 @@ def test_other_factors_use_the_form_of_torch(
     assert torch.equal(form.scalar_scan_adjoint(memory, value), tiled.scalar_scan_adjoint(memory, value))
 
 
-def test_work_is_counted_by_values() -> None:
-    # The log-decays of a short text are few; each serves the channels of a head.
+def test_mixers_run_the_compiled_scan_where_it_is_chosen() -> None:
     query, key, log_decay, scale, value = factors(64, 8, 1, 64)
-    value = value.repeat(1, 1, 1, -(-LEAST["scan"] // value.numel()))
-    mixer = ScalarDecay(query, key, log_decay, key_scale=scale)
-    assert log_decay.numel() < LEAST["scan"] <= value.numel()
-    inputs = query, key, log_decay, scale, value
-    assert torch.equal(mixer.apply(value), compiled(*inputs))
-    assert torch.equal(mixer.adjoint(value), form.scalar_scan_adjoint(Scalar(*inputs[:4]), value))
-    with using("torch"):
-        assert torch.equal(mixer.apply(value), in_torch(*inputs))
-        assert not torch.equal(mixer.apply(value), compiled(*inputs))
+    inputs, mixer = (query, key, log_decay, scale, value), ScalarDecay(query, key, log_decay, key_scale=scale)
+    assert log_decay.numel() < LEAST["scan"]
+    assert torch.equal(mixer.apply(value), in_torch(*inputs))
+    with using("numba"):
+        assert torch.equal(mixer.apply(value), compiled(*inputs))
+        assert torch.equal(mixer.adjoint(value), form.scalar_scan_adjoint(Scalar(*inputs[:4]), value))
+        assert not torch.equal(mixer.apply(value), in_torch(*inputs))

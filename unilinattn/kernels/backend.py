@@ -30,8 +30,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LEAST = {"contribution_norms": 1 << 22, "reduced_map": 1 << 18, "row_product": 1 << 18, "scan": 1 << 18}
 """Operations with an implementation in Numba, and the fewest elements for which it is chosen.
 
-They are those of the vectors of a tile, of log-decays, or of the values that share some. Smaller work is fast in torch
-and not worth loading a compiler.
+They are those of the vectors of a tile, or log-decays. Smaller work is fast in torch and not worth loading a compiler.
 """
 
 _forced: ContextVar[Backend | None] = ContextVar("forced", default=None)

@@ -245,11 +245,11 @@ class ScalarDecayCost(MixerCost):
         return self.batch * rows * self.keys * (self.groups + 5 * self.heads)
 
     def gradient_elements(self, channels: int) -> int:
-        """Pairs, vectors and states of all chunks, with their gradients."""
-        chunk, state = min(CHUNK, self.keys), self.state
+        """Pairs, vectors and states of all chunks, with their gradients; a single chunk has no state."""
+        chunk, chunks = min(CHUNK, self.keys), -(-self.keys // CHUNK)
+        state = self.state if chunks > 1 else 0
         per_token = self.heads * (3 * chunk + 3 * state + 4 * channels) + self.groups * chunk
-        states = 2 * -(-self.keys // CHUNK) * self.heads * state * channels
-        return self.batch * (self.keys * per_token + states)
+        return self.batch * (self.keys * per_token + 2 * chunks * self.heads * state * channels)
 
 
 @cost_of.register(Chunked)

@@ -68,11 +68,11 @@ class ScalarDecay(Continued):
 
     def apply(self, value: Float[Tensor, "batch key head channel"]) -> Float[Tensor, "batch query head channel"]:
         """Run the chunked recurrence forward in time."""
-        return implementation("scan", self.log_decay, value.numel()).scalar_scan(self._memory, value)
+        return implementation("scan", self.log_decay).scalar_scan(self._memory, value)
 
     def adjoint(self, grad: Float[Tensor, "batch query head channel"]) -> Float[Tensor, "batch key head channel"]:
         """Run the transposed recurrence backward in time."""
-        return implementation("scan", self.log_decay, grad.numel()).scalar_scan_adjoint(self._memory, grad)
+        return implementation("scan", self.log_decay).scalar_scan_adjoint(self._memory, grad)
 
     def with_ends(self) -> "ScalarDecay":
         """Return the mixer with tokens at the start that write the state, and at the end that read it."""
