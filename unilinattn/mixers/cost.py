@@ -235,10 +235,10 @@ class ScalarDecayCost(MixerCost):
         return implementation("scalar_map", self.mixer.log_decay).held_elements(rows, shape, channels // self.groups)
 
     def pass_elements(self, channels: int) -> int:
-        """Scaled values, outputs and a copy; for one chunk its scores, decays, products, queries, keys and values."""
-        chunk, state = min(CHUNK, self.keys), self.state
-        pairs, vectors = self.heads * chunk, self.heads * (2 * state + 3 * channels)
-        return self.batch * (3 * self.keys * self.heads * channels + chunk * (3 * pairs + vectors))
+        """Scaled values, outputs and a copy; of a chunk products of groups, decays, scores, values and decayed keys."""
+        chunk, state = min(CHUNK, self.keys), self.state if self.keys > CHUNK else 0
+        pairs, vectors = (self.groups + 2 * self.heads) * chunk, self.heads * (2 * state + 3 * channels)
+        return self.batch * (3 * self.keys * self.heads * channels + chunk * (pairs + vectors))
 
     def rows_elements(self, rows: int) -> int:
         """Scores per group; steps, their sums, decays, scores and products per head."""
