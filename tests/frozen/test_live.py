@@ -357,11 +357,18 @@ def test_a_softmax_in_place_has_the_relevances_of_softmax() -> None:
     _require_same(actual, expected)
 
 
+def _added_to_itself(x: Tensor) -> Tensor:
+    for _ in range(50):
+        x = 0.6 * x + 0.4 * x
+    return x
+
+
 MLPS: dict[str, Callable[[Tensor], Tensor]] = {
     "linear map of an activation": lambda x: functional.linear(functional.gelu(x), torch.eye(8).to(x)),
     "scale of a stream": lambda x: x * x.mean(-1, keepdim=True),
     "softplus": lambda x: functional.linear(functional.softplus(x), torch.eye(8).to(x)),
     "exponential": lambda x: x - 2 * torch.exp(x / 2),
+    "a stream added to itself in fifty steps": lambda x: _added_to_itself(x + functional.softplus(x)),
     "xIELU": lambda x: torch.where(x > 0, 0.8 * x * x + x / 2, (torch.expm1(x.clamp_max(0)) - x) * 0.8 + x / 2),
 }
 

@@ -351,10 +351,10 @@ class _Work:
         return [[result]] if len(batch) == 1 else [[result.select(batch=row)] for row in range(len(batch))]
 
     def _run(self, scorer: Scorer, traced: Trace, kind: str, batch: Mapping[int, Sample]) -> list[Attribution]:
-        devices = {w.device.index for w in self._host.parameters() if w.is_cuda}
+        devices = {weight.device.index for weight in self._host.parameters() if weight.is_cuda}
         # The seed depends on the first sample and the row; the caller's generators are restored.
         with torch.random.fork_rng(devices=sorted(devices)):
-            seed_generators(self._plan.seed_of(kind, next(iter(batch)), scorer.label), devices)
+            seed_generators(self._plan.seed_of(kind, next(iter(batch)), scorer.label), self._host)
             return scorer.function(traced, [*batch.values()], trust=self._plan.trust, max_memory=self._plan.max_memory)
 
     def _cases(

@@ -121,15 +121,13 @@ def with_own_random_numbers(devices: Iterable[torch.device], compute: Callable[[
     return finished(compute, restore)
 
 
-def seed_generators(seed: int, devices: Iterable[torch.device | int]) -> None:
-    """Seed the random number generators of the CPU and of the CUDA `devices`.
+def seed_generators(seed: int, model: nn.Module) -> None:
+    """Seed the random number generators that a run of a model may use: those of all devices, or of the CPU.
 
-    `torch.manual_seed` would also queue a call, with its stack, for each backend that is not initialised.
+    `torch.manual_seed` queues a call, with its stack, for each kind of device that is not initialised.
     """
-    torch.default_generator.manual_seed(seed)
-    for device in devices:
-        index = device if isinstance(device, int) else device.index
-        torch.cuda.default_generators[index].manual_seed(seed)
+    on_cpu = all(weight.device.type == "cpu" for weight in model.parameters())
+    (torch.default_generator.manual_seed if on_cpu else torch.manual_seed)(seed)
 
 
 def finished(run: Callable[[], Result], restore: Callable[[], object]) -> Result:

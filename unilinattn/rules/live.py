@@ -29,7 +29,7 @@ from unilinattn.mixers.base import checked_factors
 from unilinattn.rules import functions as kinds
 from unilinattn.rules.forms import FORMS, carried
 from unilinattn.rules.functions import name_of, opened
-from unilinattn.rules.live_functions import Derivative, Paths, sloped
+from unilinattn.rules.live_functions import Derivative, Paths, differentiated
 from unilinattn.rules.mixing_functions import MixingFunction
 from unilinattn.rules.slopes import DIFFERENCES
 
@@ -50,7 +50,9 @@ ELEMENTWISE = (
 _ADDING = kinds.CHOOSING | kinds.JOINING | frozenset(["add", "sub", "subtract", "rsub", "setitem"])
 """Functions that add their arguments to each other, or write them into one tensor."""
 
-_OF_SUMS = kinds.SAME | kinds.MOVING | frozenset(["mul", "div", "truediv", "masked_fill", "neg"])
+_OF_SUMS = (
+    kinds.SAME | kinds.MOVING | frozenset(["mul", "multiply", "div", "divide", "true_divide", "masked_fill", "neg"])
+)
 """Functions of a sum, and of constants, that are still sums of the same values."""
 
 _OF_SCORES = frozenset(["softmax", "log_softmax", "exp", "logsumexp"])
@@ -113,7 +115,7 @@ class Live(TorchFunctionMode):
             computed = self._apply(name, function, (before, *args[1:]), kwargs)
             rank = self._ranks.get(computed, rank)
             result = args[0].copy_(computed)
-            self._made[result] = self._made.get(computed, self._made.get(result, []))
+            self._made[result] = self._made.get(computed, self._made.get(result, frozenset()))
         else:
             result = self._apply(name, func, args, kwargs)
         self._tell_activations(name, live, list(tensors(result)), rank)
@@ -132,7 +134,8 @@ class Live(TorchFunctionMode):
 
         One is if its result is added to values, unless they are scores, of which a softmax makes a matrix.
         """
-        made = [derivative for tensor in (*live, *results) for derivative in self._made.get(tensor, ())]
+        # A set: a stream that is added to itself in every layer has each function once.
+        made = {derivative for tensor in (*live, *results) for derivative in self._made.get(tensor, ())}
         if (name in _ADDING and rank < DECIDED) or name in _OF_SCORES:
             for derivative in made:
                 derivative.is_slope = name in _ADDING
@@ -199,8 +202,8 @@ class Live(TorchFunctionMode):
             return _slope(name, func, *args, **kwargs)
         if name in kinds.ACTIVATING and args and self.rank(args[0]) < DECIDED:
             derivative = Derivative()
-            result = sloped(derivative, name, func, *args, **kwargs)
-            self._made[result] = [derivative]
+            result = differentiated(derivative, name, func, *args, **kwargs)
+            self._made[result] = {derivative}
             return result
         if name in kinds.PRODUCTS or name in kinds.AFFINE:
             return self._product(func, args, kwargs)
@@ -239,7 +242,7 @@ class Live(TorchFunctionMode):
 
 def _slope(name: str, func: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Return a function of one value, whose derivative is its frozen slope."""
-    return sloped(Derivative(is_slope=True), name, func, x, *args, **kwargs)
+    return differentiated(Derivative(is_slope=True), name, func, x, *args, **kwargs)
 
 
 def _mul(mode: Live, func: Any, x: Any, other: Any) -> Tensor:

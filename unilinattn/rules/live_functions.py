@@ -1,4 +1,4 @@
-"""Autograd functions of `rules.live`: the identity with a weight, and activations with their frozen slope."""
+"""Autograd functions of `rules.live`: the identity with a weight, and functions of one value with either derivative."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,20 +36,24 @@ class Paths:
         return weighted
 
 
-@dataclass
+@dataclass(eq=False)
 class Derivative:
-    """The derivative of a function of one value in backward passes: that of the function, or its frozen slope."""
+    """Which derivative a function of one value has in backward passes: its own, or its frozen slope."""
 
     is_slope: bool = False
 
 
-def sloped(derivative: Derivative, name: str, func: Callable[..., Tensor], x: Tensor, *args: Any, **kw: Any) -> Tensor:
-    """Return a function of one value with a derivative, which is computed in the first backward pass that needs it."""
-    result: Tensor = _Sloped.apply(x, derivative, name, lambda point: func(point, *args, **kw))
+def differentiated(
+    derivative: Derivative, name: str, func: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
+    """Return `func(x, ...)`, whose derivative is computed in the first backward pass that needs it."""
+    result: Tensor = _OfOneValue.apply(x, derivative, name, lambda point: func(point, *args, **kwargs))
     return result
 
 
-class _Sloped(torch.autograd.Function):
+class _OfOneValue(torch.autograd.Function):
+    """A function of one value with a `Derivative`."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, derivative: Derivative, name: str, func: Callable[[Tensor], Tensor]) -> Tensor:
         ctx.save_for_backward(x)
@@ -62,11 +66,11 @@ class _Sloped(torch.autograd.Function):
         if grad is None:
             return None, None, None, None
         if ctx.slope is None:
-            ctx.slope = _slope(ctx.derivative, ctx.name, ctx.func, ctx.saved_tensors[0])
+            ctx.slope = _at(ctx.derivative, ctx.name, ctx.func, ctx.saved_tensors[0])
         return grad * ctx.slope, None, None, None
 
 
-def _slope(derivative: Derivative, name: str, func: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def _at(derivative: Derivative, name: str, func: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     if derivative.is_slope:
         return frozen_slope(name, func, x)[0]
     with torch.enable_grad():

@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from unilinattn.errors import InputError, OptionError, UncoveredError
 from unilinattn.frozen.token_pass import Case, shared_cases, shared_run
-from unilinattn.host.isolation import in_gradient_mode, seed_generators, with_own_random_numbers
+from unilinattn.host.isolation import in_gradient_mode, with_own_random_numbers
 from unilinattn.host.logits import Logit, one_each, picked
 from unilinattn.memory import allowed, require_result
 from unilinattn.optional import import_extra
@@ -228,12 +228,11 @@ class TokenFunction:
     def seeded(self, seed: int, compute: Callable[[], Tensor]) -> Tensor:
         """Return `compute()` with random numbers from a seed; the generators are restored afterwards."""
 
-        devices = [self.vectors.device] if self.vectors.is_cuda else []
-
         def run() -> Tensor:
-            seed_generators(seed, devices)
+            torch.manual_seed(seed)
             return compute()
 
+        devices = [self.vectors.device] if self.vectors.is_cuda else []
         return with_own_random_numbers(devices, run)
 
 
