@@ -10,6 +10,8 @@ import torch
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
+    CpmAntConfig,
+    CpmAntForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -288,3 +290,15 @@ def test_the_first_run_decides_where_the_traced_run_computed_no_logits() -> None
     assert long.explained_logit.prediction(-2) is None
     assert ula.explain(long, target=-2).logit_names == explained(target=-2).logit_names
     assert torch.equal(long.explained_logit.prediction(-2), short.explained_logit.prediction(-2))
+
+
+def test_positions_among_tokens_that_the_model_adds_name_no_logits() -> None:
+    # The layers read prompts of three tokens before the text, and only the tokens of the text have logits.
+    sizes = dict(vocab_size=20, hidden_size=8, num_attention_heads=2, dim_head=4, dim_ff=8, num_hidden_layers=1)
+    config = CpmAntConfig(**sizes, prompt_length=3)
+    torch.manual_seed(0)
+    made = ula.trace(CpmAntForCausalLM(config).eval(), torch.tensor([[3, 4, 5, 6]]), progress=False)
+    assert made.layers[0].input.shape[1] > 4
+    for target in (-1, 3):
+        with pytest.raises(InputError, match="so a target does not name a row of logits"):
+            ula.explain(made, method="contribution", target=target, progress=False)

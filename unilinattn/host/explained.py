@@ -118,7 +118,12 @@ class ExplainedLogit:
         run_arguments = self._arguments
         if targets is not None:
             at_targets = partial(
-                logits_at, model, run_arguments, lambda: [self._positions(t) for t in targets], above=0
+                logits_at,
+                model,
+                run_arguments,
+                lambda: [self._positions(t) for t in targets],
+                above=0,
+                tokens=self._tokens[1],
             )
             run_arguments = in_gradient_mode(False, at_targets)
         return run_arguments, kept_positions(run_arguments, self._tokens[1])
@@ -133,7 +138,8 @@ class ExplainedLogit:
             return 0
         if logits.ndim != 3 or callable(logit):
             return logits.numel()
-        chooses = KEEP in logits_at(model, self._arguments, lambda: [torch.tensor([0], device="cpu")], above=0)
+        first = [torch.tensor([0], device="cpu")]
+        chooses = KEEP in logits_at(model, self._arguments, lambda: first, above=0, tokens=self._tokens[1])
         return logits.numel() // logits.shape[1] if chooses else logits.numel()
 
     def elements_at(self, targets: int) -> int:

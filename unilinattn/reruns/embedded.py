@@ -175,10 +175,10 @@ class EmbeddedModel:
 
     def _call(self, vectors: Tensor, sequences: Int[Tensor, " run"], positions: Int[Tensor, " run"] | None) -> Rerun:
         arguments = of_sequences(self._trace, sequences)
-        if positions is not None:
-            arguments = logits_at(self._model, arguments, lambda: [positions], above=0)
-        of_source = vectors.split([stream.shape[1] for stream in self.streams], 1)
         length = self._trace.target_stream.shape[1]
+        if positions is not None:
+            arguments = logits_at(self._model, arguments, lambda: [positions], above=0, tokens=length)
+        of_source = vectors.split([stream.shape[1] for stream in self.streams], 1)
         with ExitStack() as replaced:
             for source, vectors_of_source, channels in zip(self._sources, of_source, self._channels, strict=True):
                 if source.ids is not None:

@@ -75,10 +75,10 @@ def rerun(
         name = ids_name(arguments)
         assert name is not None
         arguments[name] = ids.to(arguments[name])
-    if positions is not None:
-        arguments = logits_at(model, arguments, lambda: [positions], above=0)
-    output = run_without(model, partial(call_host, model, arguments), arguments, cuts, trace.opaque)
     length = trace.layers[-1].output.shape[1]
+    if positions is not None:
+        arguments = logits_at(model, arguments, lambda: [positions], above=0, tokens=length)
+    output = run_without(model, partial(call_host, model, arguments), arguments, cuts, trace.opaque)
     return Rerun(output, (len(sequences), length), kept_positions(arguments, length), trace.explained_logit.sizes)
 
 
