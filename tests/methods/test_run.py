@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from jaxtyping import TypeCheckError
+from torch import nn
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM, MambaConfig, MambaModel
 
 from tests.methods import refused
@@ -134,6 +135,34 @@ def test_the_default_of_causal_attention_is_attn_lrp() -> None:
     assert explain(host_trace, target=-1, by="layer").method == "logit"
     with pytest.raises(OptionError, match="attn_lrp takes no option 'meassure'; did you mean 'measure'"):
         explain(host_trace, target=-1, meassure="centered")
+
+
+def test_a_matrix_of_a_pool_or_of_one_token_makes_no_model_causal() -> None:
+    def encoder() -> nn.Module:
+        return nn.TransformerEncoderLayer(8, 2, 8, 0, batch_first=True)
+
+    class Resized(nn.Module):
+        """An encoder of four tokens, of which an interpolation makes eight: a matrix without later tokens."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(50, 8), nn.Linear(8, 50)
+            self.layers = nn.ModuleList([encoder(), Doubled(), encoder()])
+
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            x = self.embed(input_ids)
+            for layer in self.layers:
+                x = layer(x)
+            return self.head(x[:, -1])
+
+    class Doubled(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.interpolate(x.mT, scale_factor=2, mode="linear").mT
+
+    ids = torch.randint(50, (1, 4))
+    assert explain(Resized().eval(), ids, target=-1).method == "lrp"
+    llama = LlamaConfig(vocab_size=50, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    assert explain(LlamaForCausalLM(llama).eval(), ids[:, :1], target=-1).method == "attn_lrp"
 
 
 @pytest.mark.parametrize("target", [None, -1])

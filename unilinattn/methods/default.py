@@ -1,7 +1,7 @@
 """The default method of `explain`, by the kind of model."""
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -50,22 +50,38 @@ def chosen_method(name: str | None, options: dict[str, Any], traced: Trace) -> t
         return registered(name), options
     if not traced.explained_logit.exists and options.get("logit") is None:
         return registered(COMPOSED.name), {**COMPOSED.keywords, **options}
-    default = CAUSAL if any(map(_attends_causally, traced.layers)) else OTHER
+    default = CAUSAL if _attends_causally(traced.layers) else OTHER
     fields = options.keys() - type(default).model_fields.keys()
     if fields and options.keys() <= SHARES.model_fields.keys():
         return registered(SHARES.name), options
     return registered(default.name), {**default.keywords, **options}
 
 
-def _attends_causally(layer: Layer) -> bool:
-    """Whether a layer mixes earlier tokens by a matrix without more structure, as softmax attention does."""
+def _attends_causally(layers: Sequence[Layer]) -> bool:
+    """Whether a layer mixes earlier tokens by a matrix without more structure, as softmax attention does.
+
+    A matrix between other numbers of tokens, as of a pool, tells nothing, and one of a single token only if all are.
+    """
+    single = several = False
+    for mixer, mask in (pair for layer in layers for pair in _matrices(layer)):
+        if mixer.shape[3] == 1:
+            single = True
+        elif _is_causal(mixer, mask):
+            return True
+        else:
+            several = True
+    return single and not several
+
+
+def _matrices(layer: Layer) -> Iterator[tuple[Dense, Bool[Tensor, "batch query"] | None]]:
+    """Yield the square token mixers of a layer that are matrices without more structure, and its real tokens."""
     if layer.opaque or layer.in_pieces:
-        return False
+        return
     # The method checks its layers too.
     layer.build()
-    stages = (stage for chain in layer.operator.chains.values() for stage in walk(chain))
-    mixers = (stage.mixer for stage in stages if isinstance(stage, Mix))
-    return any(isinstance(mixer, Dense) and _is_causal(mixer, layer.mask) for mixer in mixers)
+    for stage in (stage for chain in layer.operator.chains.values() for stage in walk(chain)):
+        if isinstance(stage, Mix) and isinstance(stage.mixer, Dense) and stage.mixer.shape[2] == stage.mixer.shape[3]:
+            yield stage.mixer, layer.mask
 
 
 def _is_causal(mixer: Dense, mask: Bool[Tensor, "batch query"] | None) -> bool:
