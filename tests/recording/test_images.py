@@ -110,6 +110,7 @@ def test_layers_tell_the_axis_of_channels() -> None:
     assert axes_of(linear, rows, draw(2, 4, 5, 8)) == Axes(-1, -1)
     assert axes_of(convolution, image, draw(2, 4, 8)) == Axes(1, -1)
     assert axes_of(nn.AvgPool2d(3, 1, 1), image, image) == Axes(1, 1)
+    assert axes_of(nn.AdaptiveAvgPool2d(1), image, draw(2, WIDTH, 1, 1)) == Axes(1, 1)
     assert axes_of(nn.Tanh(), image, image) is None
     signal = draw(2, 4, 10)
     assert axes_of(nn.AvgPool1d(2), signal, draw(2, 4, 5)) == Axes(1, 1)

@@ -325,6 +325,11 @@ def test_unknown_tasks_folders_and_versions_are_refused(checkout: Path, capsys: 
         # Experts that a router selects, with biases.
         (Case("causal lm", "gpt_oss", "GptOssForCausalLM"), 2),
         (Case("causal lm", "phimoe", "PhimoeForCausalLM"), 2),
+        # A convolution that makes a token of each four patches, between a vision model and a text.
+        (Case("image text to text", "glm4v", "Glm4vForConditionalGeneration"), 5),
+        # Attention with an adapter between convolutions of one block.
+        (Case("base", "florence2", "Florence2Model"), 18),
+        (Case("masked image modeling", "swin", "SwinForMaskedImageModeling"), 8),
     ],
     ids=lambda value: value.name if isinstance(value, Case) else "",
 )

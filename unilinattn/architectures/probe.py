@@ -191,9 +191,9 @@ def _not_affine(call: Call, where: str, missed: float, example: str) -> str:
 
 
 def _is_source(value: Any, source: Tensor, call: Call) -> bool:
-    return (
-        isinstance(value, Tensor) and value.shape == source.shape and torch.equal(call.tensor(value), source.detach())
-    )
+    if not isinstance(value, Tensor) or value.ndim != source.ndim or value.numel() != source.numel():
+        return False
+    return torch.equal(call.tensor(value).reshape(source.shape), source.detach())
 
 
 def _basis(width: int, like: Tensor) -> Tensor:

@@ -207,11 +207,15 @@ def only_attention(call: Call) -> Captured:
 
 
 def value_source(call: Call, seen: Captured) -> tuple[str, Tensor]:
-    """Return the port that the values come from and its tensor: for cross-attention the other stream."""
+    """Return the port that the values come from and its tensor: for cross-attention the other stream.
+
+    Its sequences may be several for each of the queries, such as the tiles of an image, and are read as one.
+    """
     for name in CROSS_ARGUMENTS:
         states = seen.arguments.get(name)
         if isinstance(states, Tensor):
-            return "encoder", call.tensor(states.detach())
+            source, batch = call.tensor(states.detach()), len(seen.record.value)
+            return "encoder", source if len(source) % batch else source.reshape(batch, -1, source.shape[-1])
     return "x", call.input
 
 

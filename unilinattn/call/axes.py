@@ -35,6 +35,8 @@ def channel_axis(module: nn.Module, shape: Sequence[int]) -> int | None:
 
     Convolutions and pools have them in the second axis, linear layers and norms in the last one.
     """
+    if isinstance(module, POOLS):
+        return 1
     convolved = _sizes(module, "in_channels", "out_channels", "num_features", "num_channels")
     projected = _sizes(module, "in_features", "out_features", "normalized_shape")
     if len(shape) > 3:
@@ -44,8 +46,6 @@ def channel_axis(module: nn.Module, shape: Sequence[int]) -> int | None:
             return -1
         # Pools, of which no layer knows the number of channels.
         return 1 if _sizes(module, "kernel_size") else None
-    if isinstance(module, POOLS):
-        return 1
     if shape[-1] in convolved | projected or shape[1] not in convolved | projected:
         return -1
     return 1 if shape[1] in convolved else None

@@ -23,17 +23,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from unilinattn.call.axes import POOLS
 from unilinattn.call.nested import tensors
 from unilinattn.discovery.candidates import mixing_modules
 from unilinattn.discovery.completeness import Key, Leak, find_leak
+from unilinattn.discovery.enclosing import UnregisteredMixer, alike, is_attention, layer_at, wrappers
 from unilinattn.discovery.perturbation import Constant, Perturbed, Reference, Trial
 from unilinattn.discovery.unknown import (
-    holder,
     holders,
-    is_basic,
-    only_moves,
-    rearranges,
     without_adapters,
     without_layers,
 )
@@ -45,21 +41,7 @@ from unilinattn.host.logits import KEEP
 from unilinattn.host.module_calls import CallRecord
 from unilinattn.host.recorder import Recorder
 from unilinattn.host.run import run
-from unilinattn.registry import UNREGISTERED, list_architectures
-
-
-@dataclass(frozen=True)
-class UnregisteredMixer:
-    """A module without an adapter that moves information between tokens.
-
-    `holds_layers` says that registered layers run inside it, so that it cannot become an opaque layer.
-    """
-
-    path: str
-    module: nn.Module
-    holds_layers: bool
-    leak: Leak | None = None
-
+from unilinattn.registry import list_architectures
 
 FEWEST = 8
 """Fewest tokens of a search, which perturbs a random half of them: two of fewer tokens are too often in one half."""
@@ -136,8 +118,10 @@ def _found_mixers(
     """Return the result of `unregistered_mixers`; `examined` are the arguments of the runs."""
     if examined is not arguments:
         layers = _layers_of(model, examined, ())
-    candidates = mixing_modules(model, examined, layers)
-    paths = [*_wrappers(layers), *candidates]
+    # The module around an attention to windows of the model's sequences takes these, and is a layer in its place.
+    windows = {layer.name for layer in layers if layer.windowed and is_attention(layer)}
+    candidates = mixing_modules(model, examined, [layer for layer in layers if layer.name not in windows])
+    paths = [*wrappers(layers), *(path for path in candidates if path not in windows)]
     convolutions = {path for path, attends in candidates.items() if not attends}
     regrouped: list[Key] = []
     while True:
@@ -145,7 +129,8 @@ def _found_mixers(
             layers = _layers_of(model, examined, paths)
         found = _Search(model, examined, layers, regrouped).run()
         # What mixes between two layers, such as the merging of patches, is a layer too if a module does it.
-        more = [path for mixer in found if (path := _layer_at(model, mixer, layers, convolutions)) is not None]
+        around = [path for mixer in found if (path := layer_at(model, mixer, layers, convolutions)) is not None]
+        more = [path for first in around for path in alike(model, first)]
         # Without such a module, the first layer of a stream may read several tokens of another stream as one.
         leaks = [mixer.leak for mixer in found if mixer.leak is not None and not more]
         groups = [leak.regrouped for leak in leaks if leak.regrouped is not None]
@@ -156,56 +141,6 @@ def _found_mixers(
         inside = tuple(f"{path}." for path in more)
         paths = [path for path in dict.fromkeys((*paths, *more)) if not path.startswith(inside)]
     return (*(UnregisteredMixer(path, model.get_submodule(path), False) for path in paths), *found)
-
-
-def _wrappers(layers: Sequence[CallRecord]) -> list[str]:
-    """Return the paths of modules that add their input to the output of an attention, and norm the sum, as BERT's does.
-
-    Without a sum outside of it, the module around the attention is the layer.
-    """
-    wrapped = (layer for layer in layers if layer.site is None and layer.shares_input and layer.parent is not None)
-    names = dict.fromkeys(
-        layer.parent.name
-        for layer in wrapped
-        if layer.architecture is not None and layer.architecture.name == "attention" and layer.parent is not None
-    )
-    return [name for name in names if name and not name.rpartition(".")[2].isdigit()]
-
-
-def _layer_at(
-    model: nn.Module, mixer: UnregisteredMixer, layers: Sequence[CallRecord], convolutions: Collection[str]
-) -> str | None:
-    """Return the path of the module around a leak that takes tokens and returns them; None if it holds layers.
-
-    It may hold recorded ones: `convolutions` and one other. Where it holds more, a pool or norm in it is the layer.
-    """
-    if mixer.leak is None:
-        return _around(model, mixer, layers)
-    path = mixer.leak.module
-    recorded = {x.name for x in layers if x.architecture is not None and x.architecture.name == UNREGISTERED}
-    while path and is_basic(model.get_submodule(path)):
-        path = path.rpartition(".")[0]
-    inside = {layer.name for layer in layers if layer.name == path or layer.name.startswith(f"{path}.")}
-    may_be_parts = inside <= recorded and len(inside - set(convolutions)) < 2
-    if path and path not in inside and may_be_parts:
-        return path
-    leaf = model.get_submodule(mixer.leak.module)
-    is_mixer = isinstance(leaf, (nn.GroupNorm, nn.modules.instancenorm._InstanceNorm, *POOLS))
-    return mixer.leak.module if is_mixer and mixer.leak.module not in recorded else None
-
-
-def _around(model: nn.Module, mixer: UnregisteredMixer, layers: Sequence[CallRecord]) -> str | None:
-    """Return the path of the module that is a layer in place of a mixer and of the recorded layers in it, if any.
-
-    It is a mixer that mixes tokens outside of these layers too, such as one that shifts them before an attention, or
-    the module that calls a mixer which only rearranges axes.
-    """
-    path = holder(model, mixer.path, mixer.module, rearranges)[0] if only_moves(mixer.module) else mixer.path
-    if not path or (path == mixer.path and not mixer.holds_layers):
-        return None
-    inside = [layer for layer in layers if layer.name == path or layer.name.startswith(f"{path}.")]
-    is_recorded = all(x.architecture is not None and x.architecture.name == UNREGISTERED for x in inside)
-    return path if is_recorded else None
 
 
 def _layers_of(model: nn.Module, arguments: Mapping[str, Any], recorded: Sequence[str]) -> list[CallRecord]:

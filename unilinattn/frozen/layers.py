@@ -151,13 +151,15 @@ def _port_values(layer: Layer, arguments: Mapping[str, Any]) -> dict[str, Tensor
             name
             for name, value in layer.arguments.items()
             if isinstance(value, Tensor)
-            and value.shape == recorded.shape
-            and torch.equal(value.detach().to(recorded), recorded)
+            and value.numel() == recorded.numel()
+            and value.shape[-1] == recorded.shape[-1]
+            and torch.equal(value.detach().to(recorded).reshape(recorded.shape), recorded)
         )
         name = next(matching, None)
         if name is None or not isinstance(arguments.get(name), Tensor):
             raise UncoveredError(f"{layer.name}: the tensor of its port {port!r} is none of its arguments.")
-        values[port] = arguments[name]
+        # Several sequences, such as the tiles of an image, may be read as one.
+        values[port] = arguments[name].reshape(recorded.shape)
         _require_recorded(layer, name, values[port].detach().to(recorded), recorded)
     return values
 

@@ -84,13 +84,13 @@ class CallRecord:
     """One call of one module: its arguments, its output, and the calls inside it.
 
     `returned` holds the returned tensors of the output's size. `shares_input` tells whether the module around it has
-    the same input. For a layer, `structure` is the nesting that it returned, with a mark in place of its output;
-    `entered` is a copy of its input; `site` is the sum of its output, as the modules `following` return it, and a
-    stream; `candidates` has a number for each tensor whose sum with a stream was searched, that of the sum among those
-    tried, `NO_SUM`, or None if it is unknown, and `earlier_candidates` those of an earlier trace; `reader` is the path
-    of the module that reads the output itself, if no such sum was found; and `batch` is the number of sequences and
-    `axes` the axes of channels, for a module without an adapter. For another module, `unplaced` are the layers inside
-    whose `site` is not known yet.
+    the same input. For a layer, `windowed` tells whether it reads windows of the sequences that a module around it
+    reads; `structure` is the nesting that it returned, with a mark in place of its output; `entered` is a copy of its
+    input; `site` is the sum of its output, as the modules `following` return it, and a stream; `candidates` has a
+    number for each tensor whose sum with a stream was searched, that of the sum among those tried, `NO_SUM`, or None if
+    it is unknown, and `earlier_candidates` those of an earlier trace; `reader` is the path of the module that reads the
+    output itself, if no such sum was found; and `batch` is the number of sequences and `axes` the axes of channels, for
+    a module without an adapter. For another module, `unplaced` are the layers inside whose `site` is not known yet.
     """
 
     module: nn.Module
@@ -114,6 +114,7 @@ class CallRecord:
     batch: int | None = None
     axes: Axes = LAST
     shares_input: bool = False
+    windowed: bool = False
     unplaced: list["CallRecord"] = field(default_factory=list)
 
     @property

@@ -127,6 +127,7 @@ class Recorder(Observer[CallRecord]):
         # A host may write into the tensors that it passes on.
         if frame.entered is None and entering is not None:
             frame.entered = entering.detach().clone()
+        frame.windowed = self._reads_windows(frame)
         result = frame.output
         frame.output = None if result is None else result.detach().clone()
         # Expanded zeros of one element: other values, such as attention weights, may be larger than the output.
@@ -135,6 +136,17 @@ class Recorder(Observer[CallRecord]):
         if self._locate is not None and frame.parent is not None:
             frame.parent.unplaced.append(frame)
         return None if result is None else self.on_layer(output, result)
+
+    def _reads_windows(self, layer: CallRecord) -> bool:
+        """Tell whether a layer reads more sequences than the model, and a module around it as many as the model."""
+        if layer.entered is None or self._batch is None or len(layer.entered) <= self._batch:
+            return False
+        outer = layer.parent
+        while outer is not None and outer.parent is not None:
+            if outer.input is not None and outer.input.ndim > 2 and len(outer.input) == self._batch:
+                return True
+            outer = outer.parent
+        return False
 
     def _place(self, block: CallRecord) -> None:
         """Find the residual streams of the layers inside a finished block, then release the block's tensors."""

@@ -26,8 +26,8 @@ def _append(stages: list[Stage], stage: Stage) -> None:
     if _is_gather(stage):
         place = len(stages)
         # A token that is read from nowhere is zero, and has no bias of an earlier stage.
-        reads_all = isinstance(stage, Mix) and isinstance(stage.mixer, Gather) and bool((stage.mixer.index >= 0).all())
-        while place and _is_uniform(stages[place - 1]) and (reads_all or not _has_bias(stages[place - 1])):
+        pads = _pads(stage)
+        while place and _is_uniform(stages[place - 1]) and (not pads or not _has_bias(stages[place - 1])):
             place -= 1
         if place and (joined := _joined(stages[place - 1], stage)) is not None:
             stages[place - 1 : place] = [] if _is_identity(joined) else [joined]
@@ -39,6 +39,14 @@ def _append(stages: list[Stage], stage: Stage) -> None:
             _append(stages, stage)
             stages += later
             return
+    elif isinstance(stage, Matrix) and not stage.is_complex and stages and _pads(stages[-1]):
+        # A matrix of channels commutes with padding, whose tokens then have its bias: tokens stay beside tokens.
+        padding = stages.pop()
+        _append(stages, stage)
+        stages.append(padding)
+        if stage.bias is not None:
+            stages.append(_bias_of_padding(padding, stage))
+        return
     elif (
         (stages and _is_gather(stages[-1]) and (joined := _joined(stages[-1], stage)) is not None)
         or (isinstance(stage, Matrix) and stages and (joined := _multiplied(stages[-1], stage)) is not None)
@@ -51,6 +59,20 @@ def _append(stages: list[Stage], stage: Stage) -> None:
 
 def _is_gather(stage: Stage) -> bool:
     return isinstance(stage, Mix) and isinstance(stage.mixer, Gather) and stage.bias is None
+
+
+def _pads(stage: Stage) -> bool:
+    """Whether a stage reads some tokens from nowhere, and nothing else but tokens."""
+    if not (_is_gather(stage) and isinstance(stage, Mix) and isinstance(stage.mixer, Gather)):
+        return False
+    return bool((stage.mixer.index < 0).any())
+
+
+def _bias_of_padding(padding: Stage, matrix: Matrix) -> Scale:
+    """Return the stage that adds the bias of a matrix to the tokens of padding."""
+    assert isinstance(padding, Mix) and isinstance(padding.mixer, Gather) and matrix.bias is not None
+    empty = (padding.mixer.index < 0)[..., None].to(matrix.bias)
+    return Scale(matrix.role, matrix.bias.new_ones(1, 1, 1), empty * matrix.bias, of_value=False)
 
 
 def _is_identity(stage: Stage) -> bool:

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unilinattn.discovery.search import UnregisteredMixer, refuse, remembered_mixers, unregistered_mixers
+from unilinattn.discovery.enclosing import UnregisteredMixer
+from unilinattn.discovery.search import refuse, remembered_mixers, unregistered_mixers
 from unilinattn.host.inputs import call_host, last_real, real_tokens
 from unilinattn.host.isolation import isolated
 from unilinattn.host.logits import logits_at

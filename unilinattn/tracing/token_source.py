@@ -41,7 +41,7 @@ class Source:
     ids: str | None = None
 
 
-STRUCTURE = ("mask", "position", "type", "label", "size", "shape", "length", "grid", "thw", "index", "indices")
+STRUCTURE = ("mask", "position", "type", "label", "size", "shape", "length", "grid", "thw", "index", "indices", "ratio")
 """Words in the names of whole numbers that say where and how large an input is, but not what it is."""
 
 Read = Callable[[Any], list[Any]]
