@@ -75,13 +75,13 @@ def _around(model: nn.Module, mixer: UnregisteredMixer, layers: Sequence[CallRec
     """Return the path of the module that is a layer in place of a mixer and of the recorded layers in it, if any.
 
     It is a mixer that mixes tokens outside of these layers too, such as one that shifts them before an attention, or
-    the module that calls a mixer which only rearranges axes.
+    the module that calls a mixer which only rearranges axes. Around several attentions with an adapter it is no layer.
     """
     path = holder(model, mixer.path, mixer.module, rearranges)[0] if only_moves(mixer.module) else mixer.path
     if not path or (path == mixer.path and not mixer.holds_layers):
         return None
     inside = [layer for layer in layers if layer.name == path or layer.name.startswith(f"{path}.")]
-    return path if all(_may_be_a_part(layer) for layer in inside) else None
+    return path if all(map(_may_be_a_part, inside)) and sum(map(is_attention, inside)) < 2 else None
 
 
 def _may_be_a_part(layer: CallRecord) -> bool:

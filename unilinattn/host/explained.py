@@ -117,16 +117,25 @@ class ExplainedLogit:
         """
         run_arguments = self._arguments
         if targets is not None:
-            at_targets = partial(
-                logits_at,
-                model,
-                run_arguments,
-                lambda: [self._positions(t) for t in targets],
-                above=0,
-                tokens=self._tokens[1],
-            )
+            at_targets = partial(self.kept_at, model, run_arguments, lambda: [self._positions(t) for t in targets])
             run_arguments = in_gradient_mode(False, at_targets)
         return run_arguments, kept_positions(run_arguments, self._tokens[1])
+
+    def kept_at(
+        self,
+        model: nn.Module,
+        arguments: Mapping[str, Any],
+        positions: Callable[[], Sequence[Int[Tensor, " position"]]],
+    ) -> dict[str, Any]:
+        """Return the arguments of a run with `logits_to_keep` set to positions of the layers, if these name rows of logits.
+
+        A model may add tokens, such as an image's, before those of its ids, and have logits of all or of its ids only.
+        """
+        ids, logits = arguments.get("input_ids"), self._traced
+        names_rows = not isinstance(ids, Tensor) or ids.ndim != 2 or ids.shape[1] == self._tokens[1]
+        if not names_rows and (logits is None or logits.ndim != 3 or logits.shape[1] != self._tokens[1]):
+            return dict(arguments)
+        return logits_at(model, arguments, positions, above=0)
 
     def elements(self, model: nn.Module, logit: Logit) -> int:
         """Return the number of logits that a run computes for one target, or for a function of the output.
@@ -139,7 +148,7 @@ class ExplainedLogit:
         if logits.ndim != 3 or callable(logit):
             return logits.numel()
         first = [torch.tensor([0], device="cpu")]
-        chooses = KEEP in logits_at(model, self._arguments, lambda: first, above=0, tokens=self._tokens[1])
+        chooses = KEEP in self.kept_at(model, self._arguments, lambda: first)
         return logits.numel() // logits.shape[1] if chooses else logits.numel()
 
     def elements_at(self, targets: int) -> int:

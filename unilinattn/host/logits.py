@@ -29,17 +29,15 @@ def logits_at(
     positions: Callable[[], Sequence[Int[Tensor, " position"]]],
     *,
     above: int,
-    tokens: int | None = None,
 ) -> dict[str, Any]:
     """Return the arguments of a model with `logits_to_keep` set to `positions`, if the model accepts it.
 
     The arguments are unchanged for inputs of at most `above` tokens, if they have `logits_to_keep` already or `labels`,
-    whose loss needs all logits, for a model in which `logits_to_keep` restricts more than logits, and if the layers
-    have other `tokens` than the ids: which of them have logits is the model's choice.
+    whose loss needs all logits, and for a model in which `logits_to_keep` restricts more than logits.
     """
     ids = arguments.get("input_ids", arguments.get("inputs_embeds"))
     length = ids.shape[1] if isinstance(ids, Tensor) and ids.ndim > 1 else 0
-    needs_all = KEEP in arguments or arguments.get("labels") is not None or tokens not in (None, length)
+    needs_all = KEEP in arguments or arguments.get("labels") is not None
     if length <= above or needs_all or not _keeps_logits_only(model):
         return dict(arguments)
     wanted = torch.cat(list(positions())).unique()

@@ -15,7 +15,7 @@ from unilinattn.call.parameters import constant_parameters
 from unilinattn.errors import InputError, OptionError, UncoveredError
 from unilinattn.host.inputs import call_host, vocabulary_size
 from unilinattn.host.isolation import Result, in_gradient_mode
-from unilinattn.host.logits import kept_positions, logits_at
+from unilinattn.host.logits import kept_positions
 from unilinattn.host.run import run
 from unilinattn.host.wrappers import require_gradients
 from unilinattn.reruns.rerun import Rerun, of_sequences
@@ -177,7 +177,7 @@ class EmbeddedModel:
         arguments = of_sequences(self._trace, sequences)
         length = self._trace.target_stream.shape[1]
         if positions is not None:
-            arguments = logits_at(self._model, arguments, lambda: [positions], above=0, tokens=length)
+            arguments = self._trace.explained_logit.kept_at(self._model, arguments, lambda: [positions])
         of_source = vectors.split([stream.shape[1] for stream in self.streams], 1)
         with ExitStack() as replaced:
             for source, vectors_of_source, channels in zip(self._sources, of_source, self._channels, strict=True):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from unilinattn.errors import InputError, UncoveredError
 from unilinattn.host.inputs import call_host, ids_name
-from unilinattn.host.logits import KEEP, at_positions, kept_positions, logits_at, logits_of
+from unilinattn.host.logits import KEEP, at_positions, kept_positions, logits_of
 from unilinattn.reruns.cut import Cut, run_without
 from unilinattn.tracing.trace import Trace
 
@@ -77,7 +77,7 @@ def rerun(
         arguments[name] = ids.to(arguments[name])
     length = trace.layers[-1].output.shape[1]
     if positions is not None:
-        arguments = logits_at(model, arguments, lambda: [positions], above=0, tokens=length)
+        arguments = trace.explained_logit.kept_at(model, arguments, lambda: [positions])
     output = run_without(model, partial(call_host, model, arguments), arguments, cuts, trace.opaque)
     return Rerun(output, (len(sequences), length), kept_positions(arguments, length), trace.explained_logit.sizes)
 
