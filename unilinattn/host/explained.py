@@ -127,7 +127,7 @@ class ExplainedLogit:
         arguments: Mapping[str, Any],
         positions: Callable[[], Sequence[Int[Tensor, " position"]]],
     ) -> dict[str, Any]:
-        """Return the arguments of a run with `logits_to_keep` set to positions of the layers, if these name rows of logits.
+        """Return the arguments of a run with `logits_to_keep` set to positions of tokens, if these name rows of logits.
 
         A model may add tokens, such as an image's, before those of its ids, and have logits of all or of its ids only.
         """
