@@ -131,8 +131,8 @@ class ExplainedLogit:
 
         A model may add tokens, such as an image's, before those of its ids, and have logits of all or of its ids only.
         """
-        ids, logits = arguments.get("input_ids"), self._traced
-        names_rows = not isinstance(ids, Tensor) or ids.ndim != 2 or ids.shape[1] == self._tokens[1]
+        ids, logits = arguments.get("input_ids", arguments.get("inputs_embeds")), self._traced
+        names_rows = not isinstance(ids, Tensor) or ids.ndim < 2 or ids.shape[1] == self._tokens[1]
         if not names_rows and (logits is None or logits.ndim != 3 or logits.shape[1] != self._tokens[1]):
             return dict(arguments)
         return logits_at(model, arguments, positions, above=0)
