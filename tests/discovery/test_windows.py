@@ -101,3 +101,19 @@ def test_tiles_of_an_image_are_one_sequence_of_keys() -> None:
         result = ula.explain(made, method="logit", target=-1, progress=False)
     assert result.streams is not None and list(result.streams["key"].values()) == [16, 4]
     assert result.completeness_gap is not None and result.completeness_gap < LIMIT
+
+
+@pytest.mark.parametrize("side", [8, 12])
+def test_a_neck_that_permutes_an_image_has_the_tokens_of_its_model(side: int) -> None:
+    """The grid has 8 or 12 rows; 12 is the number of channels behind the neck, too."""
+    sizes = dict(hidden_size=16, output_channels=12, num_hidden_layers=1, num_attention_heads=2, mlp_dim=16)
+    sizes |= dict(image_size=4 * side, patch_size=4, num_pos_feats=6, window_size=0, global_attn_indexes=[0])
+    model = randomize(transformers.SamVisionModel(transformers.SamVisionConfig(**sizes)).double().eval())
+    image = torch.randn(1, 3, 4 * side, 4 * side, dtype=torch.float64)
+    with promoted():
+        neck = ula.trace(model, image, progress=False).layers[-1]
+        assert (tuple(neck.input.shape), tuple(neck.output.shape)) == ((1, side**2, 16), (1, side**2, 12))
+        assert neck.operator.reconstruction_error() < LIMIT
+        norms = neck.operator.contributions(side + 1)[0].norm(dim=-1).reshape(side, side)
+    # The convolution of 3 x 3 pixels around the second one of the second row.
+    assert bool((norms[:3, :3] > 1e-9).all()) and int((norms > 1e-9).sum()) == 9

@@ -112,6 +112,12 @@ def test_layers_tell_the_axis_of_channels() -> None:
     assert axes_of(nn.AvgPool2d(3, 1, 1), image, image) == Axes(1, 1)
     assert axes_of(nn.AdaptiveAvgPool2d(1), image, draw(2, WIDTH, 1, 1)) == Axes(1, 1)
     assert axes_of(nn.Tanh(), image, image) is None
+    # A convolution between permutations (SAM's neck), and axes of tokens as long as an axis of channels.
+    assert axes_of(convolution, rows, draw(2, 4, 5, 8)) == Axes(-1, -1)
+    narrow = nn.Sequential(nn.Conv2d(WIDTH, 4, 1), nn.Conv2d(4, 5, 1))
+    assert axes_of(narrow, draw(2, 4, 4, WIDTH), draw(2, 4, 4, 5)) == Axes(-1, -1)
+    assert axes_of(narrow, draw(2, WIDTH, 4, 4), draw(2, 5, 4, 4)) == Axes(1, 1)
+    assert axes_of(nn.Conv1d(WIDTH, 4, 1), draw(2, WIDTH, 4), draw(2, 4, WIDTH)) == Axes(1, 1)
     signal = draw(2, 4, 10)
     assert axes_of(nn.AvgPool1d(2), signal, draw(2, 4, 5)) == Axes(1, 1)
     assert axes_of(nn.Tanh(), signal, signal) == Axes(-1, -1)

@@ -23,38 +23,53 @@ POOLS = (nn.modules.pooling._AvgPoolNd, nn.modules.pooling._MaxPoolNd, nn.module
 """Pools of torch, whose inputs have their channels in the second axis."""
 
 
+READ = ("in_channels", "in_features", "num_features", "num_channels", "normalized_shape")
+WRITTEN = ("out_channels", "out_features", "num_features", "num_channels", "normalized_shape")
+"""Attributes of the layers of torch with the number of channels that they read, and that they write."""
+
+
 def axes_of(module: nn.Module, entered: Tensor, output: Tensor) -> Axes | None:
     """Return the axes of channels of a call, None if the module's layers do not tell them."""
     before = channel_axis(module, entered.shape)
-    after = before if entered.shape == output.shape else channel_axis(module, output.shape)
+    after = before if entered.shape == output.shape else channel_axis(module, output.shape, writes=True)
     return None if before is None or after is None else Axes(before, after)
 
 
-def channel_axis(module: nn.Module, shape: Sequence[int]) -> int | None:
-    """Return the axis in which a module has channels, as its layers tell that know their number, None for neither.
+def channel_axis(module: nn.Module, shape: Sequence[int], writes: bool = False) -> int | None:
+    """Return the axis of channels of a tensor that a module reads, or of one that it `writes`, None for neither axis.
 
-    Convolutions and pools have them in the second axis, linear layers and norms in the last one.
+    The axis has a number of channels that one of its layers has. Where both axes have one, it is that of the first
+    layer that reads one, or the last that writes one; of axes of the same size convolutions and pools have channels in
+    the second, linear layers and norms in the last.
     """
     if isinstance(module, POOLS):
         return 1
     convolved = _sizes(module, "in_channels", "out_channels", "num_features", "num_channels")
     projected = _sizes(module, "in_features", "out_features", "normalized_shape")
-    if len(shape) > 3:
-        if shape[1] in convolved:
-            return 1
-        if shape[-1] in projected:
-            return -1
-        # Pools, of which no layer knows the number of channels.
-        return 1 if _sizes(module, "kernel_size") else None
-    if shape[-1] in convolved | projected or shape[1] not in convolved | projected:
+    second, last = shape[1], shape[-1]
+    if second != last and {second, last} <= convolved | projected:
+        names = WRITTEN if writes else READ
+        layers = [_size(layer, names) for layer in module.modules()]
+        first = next((size for size in (layers[::-1] if writes else layers) if size in (second, last)), None)
+        if first is not None:
+            return 1 if first == second else -1
+    if second in convolved and (len(shape) > 3 or last not in projected | convolved):
+        return 1
+    if last in projected | convolved or len(shape) < 4:
         return -1
-    return 1 if shape[1] in convolved else None
+    # Pools, of which no layer knows the number of channels.
+    return 1 if _sizes(module, "kernel_size") else None
 
 
 def _sizes(module: nn.Module, *names: str) -> set[int]:
     """Return the numbers that layers of a module have in attributes."""
-    sizes = [getattr(inner, name, None) for inner in module.modules() for name in names]
-    return {size[-1] if isinstance(size, (tuple, list)) and size else size for size in sizes if size is not None}
+    return {size for layer in module.modules() for name in names if (size := _size(layer, (name,))) is not None}
+
+
+def _size(layer: nn.Module, names: Sequence[str]) -> int | None:
+    """Return the number in the first of these attributes that a layer has, the last one of several numbers."""
+    size = next((value for name in names if (value := getattr(layer, name, None)) is not None), None)
+    return size[-1] if isinstance(size, (tuple, list)) and size else size
 
 
 def as_tokens(x: Tensor, batch: int | None = None, axis: int = -1) -> Shaped[Tensor, "batch token channel"]:
