@@ -19,6 +19,8 @@ from transformers import (
     DogeConfig,
     DogeForCausalLM,
     DogeModel,
+    HieraConfig,
+    HieraForImageClassification,
     LlamaConfig,
     LlamaForCausalLM,
     LlavaConfig,
@@ -136,6 +138,13 @@ def of_table(name: str) -> Callable[[], tuple[nn.Module, Any]]:
     return lambda: (host(name).model(), host(name).inputs()[:1, :LENGTH])
 
 
+def hiera() -> tuple[nn.Module, Any]:
+    """Four grids of patches, of which the last ones begin with a pool of projected patches."""
+    config = HieraConfig(embed_dim=8, image_size=[64, 64], depths=[2, 1, 1, 1], num_heads=[1, 1, 2, 2])
+    image = torch.randn(1, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    return randomize(HieraForImageClassification(config)), image
+
+
 HOSTS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "T5": t5,
     "BART": bart,
@@ -148,6 +157,7 @@ HOSTS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "BLOOM without logits": partial(bloom, BloomModel),
     "a function without a rule": odd,
     "ViT": vit,
+    "Hiera": hiera,
     "mamba": of_table("mamba"),
 }
 

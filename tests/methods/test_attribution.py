@@ -22,6 +22,7 @@ from tests.methods.hosts import (
     references,
     traced,
 )
+from tests.methods.refused import hiera
 from unilinattn.methods import attribution
 from unilinattn.methods.attribution import gradient_weights
 from unilinattn.options import weighted
@@ -225,3 +226,16 @@ def test_a_model_without_logits_needs_a_function() -> None:
     with pytest.raises(ValueError, match="give `logit` as a function"):
         attribution(host_trace, target=-1)
     attribution(host_trace, target=-1, logit=lambda output: output.last_hidden_state[:, -1].sum())
+
+
+@pytest.mark.parametrize("options", [{}, {"sign": "abs"}, {"sign": "keep"}, {"sign": "abs", "discard": 0.5}], ids=str)
+def test_a_classifier_of_several_grids_has_a_row_for_each_token_of_the_last(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model, image = hiera()
+    with promoted():
+        hiera_trace = trace(model.double().eval(), image.double())
+        whole = explained(hiera_trace, **options).scores
+        rows = [explained(hiera_trace, target=i, **options).scores for i in range(4)]
+    assert whole.shape == (1, 4, 256 + 64 + 16 + 4)
+    assert torch.allclose(whole, torch.stack(rows, dim=1), rtol=1e-9, atol=0)
+    assert options.get("sign") is None or bool((whole.abs().sum(-1) > 0).all())

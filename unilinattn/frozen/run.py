@@ -139,10 +139,10 @@ class FrozenRun(TokenRun):
 
         The stream is the last sum of two carried tensors of one shape (batch, length, channel): every layer is added to
         it, and the final norm reads it. Raises the errors of `shares`, and `UncoveredError` if the stream is normed or
-        multiplied between two layers, so that layers are not all added to the same stream.
+        multiplied between two layers, or begun anew by the last one, so that layers are not all added to one stream.
         """
         stream = self._pass.last_stream
-        if stream is None:
+        if stream is None or stream.value.shape != self._layers[-1].output.shape:
             raise UncoveredError(
                 f"{type(self._spec.model).__name__} norms or multiplies its residual stream between its layers, or its "
                 "last residual sum is hidden in a kernel, so its layers are not added to one stream that the final "

@@ -23,6 +23,7 @@ from unilinattn.registry import Method, list_methods
 from unilinattn.reruns.cut import Cut
 from unilinattn.reruns.embedded import EmbeddedModel
 from unilinattn.reruns.rerun import rerun
+from unilinattn.scoring.cores import cores
 from unilinattn.scoring.gradient_maps import core_mixers
 from unilinattn.scoring.joint import Joint
 from unilinattn.scoring.numbers import TokenFunction, captum
@@ -73,9 +74,13 @@ def _maps(needs: "Needs") -> None:
         layer.operator.scoped_map()
 
 
-def _matrices(needs: "Needs") -> None:
+def _matrices(needs: "Needs") -> bool:
+    """Try the gradient at the cores of each layer, by which its matrices are weighted."""
     for layer in needs.selected():
         core_mixers(layer)
+        if len(layer.core_pullback()(torch.zeros_like(layer.output))) != len(cores(layer)):
+            return False
+    return True
 
 
 def _gradients(needs: "Needs") -> None:

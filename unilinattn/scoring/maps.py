@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Literal
 
@@ -249,17 +250,22 @@ def head_elements(layer: Layer, options: MapOptions) -> int:
 
 
 def vecmat(
-    row: Float[Tensor, "batch 1 query"],
+    row: Float[Tensor, "batch row query"],
     trace: Trace,
     layer: Layer,
     options: MapOptions,
     *,
-    target: Int[Tensor, "batch 1"],
+    target: Int[Tensor, "batch row"],
     weight: Weight | None = None,
     attention: Float[Tensor, "batch query key"] | None = None,
-) -> Float[Tensor, "batch 1 key"]:
-    """Return a row times the map of `map_blocks`, in blocks or, where that is exact, by a linear-time pass."""
+) -> Float[Tensor, "batch row key"]:
+    """Return rows times the map of `map_blocks`, in blocks or, where that is exact, by a linear-time pass."""
     row = row.to(layer.output)
+    if row.shape[1] > 1 and not options.is_linear:
+        # Each row discards other entries of the map, or takes another part of its signs.
+        pairs = zip(row.split(1, dim=1), target.split(1, dim=1), strict=True)
+        multiply = partial(vecmat, weight=weight, attention=attention)
+        return torch.cat([multiply(x, trace, layer, options, target=key) for x, key in pairs], dim=1)
     if attention is not None or not options.is_plain or (weight is not None and weight.by_head):
         blocks = map_blocks(trace, layer, options, target=target, weight=weight, attention=attention)
         return sum_on_first(row[:, :, span] @ block for span, block in blocks)
