@@ -13,8 +13,8 @@ from unilinattn.errors import MemoryLimitError, OptionError
 DEFAULT = 1 << 30
 """Default memory limit of an operation in bytes: 1 GiB."""
 
-_limit: ContextVar[int] = ContextVar("max_memory", default=DEFAULT)
-_reserved: ContextVar[int] = ContextVar("reserved", default=0)
+_limit: ContextVar[int] = ContextVar("unilinattn.max_memory", default=DEFAULT)
+_reserved: ContextVar[int] = ContextVar("unilinattn.reserved", default=0)
 
 
 @contextmanager

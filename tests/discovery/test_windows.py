@@ -117,3 +117,21 @@ def test_a_neck_that_permutes_an_image_has_the_tokens_of_its_model(side: int) ->
         norms = neck.operator.contributions(side + 1)[0].norm(dim=-1).reshape(side, side)
     # The convolution of 3 x 3 pixels around the second one of the second row.
     assert bool((norms[:3, :3] > 1e-9).all()) and int((norms > 1e-9).sum()) == 9
+
+
+def test_a_trial_inside_a_run_leaves_the_hidden_states_that_the_host_collects() -> None:
+    """LLaVA-NeXT takes the last but one hidden state of its vision tower, whose layers the search calls again."""
+    sizes = dict(hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2)
+    vision = transformers.CLIPVisionConfig(**sizes, image_size=4, patch_size=2)
+    text = transformers.LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=20)
+    shapes = dict(image_grid_pinpoints=[[4, 4]], vision_feature_layer=-2)
+    config = transformers.LlavaNextConfig(vision_config=vision, text_config=text, image_token_id=19, **shapes)
+    model = randomize(transformers.LlavaNextForConditionalGeneration(config).double().eval())
+    inputs = {"input_ids": torch.tensor([[3, *[19] * 10, 4, 5]]), "image_sizes": torch.tensor([[4, 4]])}
+    inputs["pixel_values"] = torch.randn(1, 2, 3, 4, 4, dtype=torch.float64)
+    with promoted():
+        with torch.no_grad():
+            logits = model(**inputs).logits
+        made = ula.trace(model, inputs, progress=False)
+    assert [tuple(layer.output.shape[:2]) for layer in made.layers] == [(2, 5), (2, 5), (1, 13), (1, 13)]
+    assert torch.allclose(made.output.logits, logits, rtol=1e-10, atol=1e-12)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 import unilinattn as ula
@@ -15,7 +16,7 @@ from unilinattn.errors import ModelStateError
 from unilinattn.host.substitution import through_operators
 from unilinattn.kernels.backend import using
 from unilinattn.testing import relative_error
-from unilinattn.testing.hosts import transformers_model
+from unilinattn.testing.hosts import randomize, transformers_model
 from unilinattn.testing.peak import Peak, peak_of
 from unilinattn.tracing.trace import Trace, trace
 
@@ -104,6 +105,21 @@ def test_gradients_equal_those_of_plain_autograd(name: str, monkeypatch: pytest.
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert not any("forward" in vars(module) for module in model.modules())
     assert any(float(grad.norm()) > 0 for grad in several[1])
+
+
+def test_a_slice_of_a_stream_is_computed_again_with_its_strides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LED pads a text to windows of four tokens, and its layers read a slice of the padded stream."""
+    sizes = dict(d_model=16, encoder_layers=2, decoder_layers=2, encoder_ffn_dim=16, decoder_ffn_dim=16)
+    heads = dict(encoder_attention_heads=2, decoder_attention_heads=2, attention_window=4)
+    config = transformers.LEDConfig(vocab_size=31, **sizes, **heads)
+    model = randomize(transformers.LEDForConditionalGeneration(config).double().eval())
+    inputs = {"input_ids": torch.randint(3, 31, (2, 6)), "decoder_input_ids": torch.randint(3, 31, (2, 3))}
+    host_trace = trace(model, inputs, progress=False)
+    segmented = next(host_trace.gradients([-1]))
+    with plain_gradients(monkeypatch):
+        whole = next(host_trace.gradients([-1]))
+    assert max(relative_error(a, b) for a, b in zip(segmented, whole, strict=True)) <= 1e-12
+    assert len(whole) == 6 and all(float(gradient.norm()) > 0 for gradient in whole)
 
 
 @pytest.mark.parametrize("name", ["mamba", "gpt2"])

@@ -21,6 +21,8 @@ from transformers import (
     DogeModel,
     HieraConfig,
     HieraForImageClassification,
+    LevitConfig,
+    LevitForImageClassification,
     LlamaConfig,
     LlamaForCausalLM,
     LlavaConfig,
@@ -145,6 +147,13 @@ def hiera() -> tuple[nn.Module, Any]:
     return randomize(HieraForImageClassification(config)), image
 
 
+def levit() -> tuple[nn.Module, Any]:
+    """Attention whose residual and norms are recorded with it."""
+    sizes = dict(hidden_sizes=[8, 8, 8], num_attention_heads=[2, 2, 2], depths=[1, 1, 1], key_dim=[4, 4, 4])
+    image = torch.randn(1, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    return randomize(LevitForImageClassification(LevitConfig(image_size=64, **sizes))), image
+
+
 HOSTS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "T5": t5,
     "BART": bart,
@@ -158,6 +167,7 @@ HOSTS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "a function without a rule": odd,
     "ViT": vit,
     "Hiera": hiera,
+    "LeViT": levit,
     "mamba": of_table("mamba"),
 }
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import ReformerConfig, ReformerModelWithLMHead
 
 import unilinattn as ula
 from tests.methods.refused import HOSTS, LENGTH, ids, prompted, recommended, t5
@@ -15,6 +16,7 @@ from unilinattn.errors import InputError, UncoveredError, UnilinattnError
 from unilinattn.methods.needs import TRIED, Needs
 from unilinattn.methods.run import run_method
 from unilinattn.registry import Method, list_methods, overridden
+from unilinattn.testing.hosts import randomize
 
 SOURCES = Path(ula.__file__).parent
 REFUSALS = ("UncoveredError", "ExactnessError", "StreamError")
@@ -117,6 +119,21 @@ def test_an_estimate_names_methods_that_have_one() -> None:
         ula.estimate(traced("Doge"), method="alti", target=-1)
     for name, options in recommended(str(refused.value)):
         assert ula.estimate(traced("Doge"), method=name, target=-1, **options).method == name
+
+
+@pytest.mark.parametrize("method", [None, "gradient", "contribution"])
+def test_an_autograd_function_without_a_backward_pass_is_a_refusal(method: str | None) -> None:
+    """Reformer runs its layers in an autograd function, whose backward pass refuses to run outside of training."""
+    sizes = dict(vocab_size=23, hidden_size=16, feed_forward_size=16, num_attention_heads=2, attention_head_size=8)
+    sizes |= dict(axial_pos_embds_dim=[8, 8], axial_pos_shape=[4, 4], local_attn_chunk_length=4, num_hashes=1)
+    config = ReformerConfig(**sizes, attn_layers=["local", "local"], is_decoder=True, pad_token_id=0)
+    model = randomize(ReformerModelWithLMHead(config).eval())
+    with pytest.raises(UncoveredError) as refused:
+        ula.explain(model, ids(16), method=method, target=-1)
+    calls = list(recommended(str(refused.value)))
+    assert ("knockout", {}) in calls and ("gradient", {}) not in calls
+    for name, options in calls:
+        assert ula.explain(model, ids(16), method=name, target=-1, **options).method == name
 
 
 def test_a_comparison_and_a_generation_are_advised_too() -> None:

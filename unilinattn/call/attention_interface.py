@@ -26,7 +26,7 @@ INTERFACE = "unilinattn"
 CROSS_ARGUMENTS = ("key_value_states", "encoder_hidden_states", "cross_attention_states")
 """Arguments by which transformers' attention modules take the states of the stream that they cross-attend to."""
 
-_handler: ContextVar[Callable[..., Any] | None] = ContextVar("handler", default=None)
+_handler: ContextVar[Callable[..., Any] | None] = ContextVar("unilinattn.handler", default=None)
 
 chosen: dict[int, str | None] = {}
 """Attention implementation of a configuration before `interface` replaced it, by the configuration's id."""

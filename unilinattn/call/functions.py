@@ -32,7 +32,7 @@ _PARAMETERS = inspect.signature(CHECKPOINT).parameters.values()
 _OF_CHECKPOINT = {"preserve_rng_state", *(p.name for p in _PARAMETERS if p.kind is p.KEYWORD_ONLY)}
 """The names of its options."""
 
-_calls_plainly: ContextVar[bool] = ContextVar("calls_plainly", default=False)
+_calls_plainly: ContextVar[bool] = ContextVar("unilinattn.calls_plainly", default=False)
 
 
 class _Scan:

@@ -20,6 +20,7 @@ from unilinattn.discovery.perturbation import TOLERANCE, Constant, Constants
 from unilinattn.discovery.unknown import is_basic
 from unilinattn.host.forwards import Forward, replaced_forwards
 from unilinattn.host.inputs import bound_arguments, sequences_in
+from unilinattn.host.isolation import outside_host
 from unilinattn.host.module_calls import CallRecord, first_tensor
 from unilinattn.host.observer import Functions, Inputs, Observer
 from unilinattn.host.recorder import MAIN, captured, main_tensor
@@ -345,7 +346,7 @@ class _Search(Observer[_Call]):
         )
         try:
             with self._trial():
-                after = main_tensor(frame.module.forward(*args, **kwargs))
+                after = main_tensor(outside_host(lambda: frame.module.forward(*args, **kwargs)))
         except (RuntimeError, ValueError, TypeError, IndexError):
             return True
         if after is None or after.shape != result.shape:

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 
 from unilinattn.call.nested import mapped, tensors
 
-_frame: "ContextVar[Frame | None]" = ContextVar("frame", default=None)
+_frame: "ContextVar[Frame | None]" = ContextVar("unilinattn.frame", default=None)
 """The frame whose module's own code runs, None in its submodules and in functions."""
 
 

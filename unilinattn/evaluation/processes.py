@@ -14,7 +14,7 @@ from unilinattn.errors import UnilinattnError
 
 Key = TypeVar("Key")
 
-_apart: ContextVar[bool] = ContextVar("apart", default=False)
+_apart: ContextVar[bool] = ContextVar("unilinattn.apart", default=False)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ may be interrupted anywhere by Ctrl-C, and so may the restoration: it is idempot
 
 import threading
 from collections.abc import Callable, Iterable
-from contextvars import ContextVar, copy_context
+from contextvars import Context, ContextVar, copy_context
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -29,7 +29,7 @@ LOCK = threading.RLock()
 A thread acquires it once, so that `release` can be repeated; a run inside a run does not acquire it again.
 """
 
-_run: ContextVar[object] = ContextVar("run", default=None)
+_run: ContextVar[object] = ContextVar("unilinattn.run", default=None)
 
 
 def isolated(model: nn.Module, run: Callable[[], Result]) -> Result:
@@ -74,6 +74,19 @@ def release() -> None:
 def current_run() -> object:
     """Return a token of the isolated run that calls this function, None outside a run and in other threads."""
     return _run.get()
+
+
+def outside_host(call: Callable[[], Result]) -> Result:
+    """Return `call()`, for which the context variables of other packages have their defaults.
+
+    transformers keeps the hidden states of a running model in one: what calls a module of that model once more, inside
+    the run, would add to them.
+    """
+    context = Context()
+    for variable, value in copy_context().items():
+        if variable.name.startswith("unilinattn."):
+            context.run(variable.set, value)
+    return context.run(call)
 
 
 def in_gradient_mode(enabled: bool, compute: Callable[[], Result]) -> Result:

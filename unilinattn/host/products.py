@@ -23,7 +23,7 @@ from unilinattn.host.observer import Inputs
 from unilinattn.memory import allowed
 from unilinattn.mixers import dense
 
-_records: ContextVar[bool] = ContextVar("records", default=False)
+_records: ContextVar[bool] = ContextVar("unilinattn.records", default=False)
 
 
 @contextmanager

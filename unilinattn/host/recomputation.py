@@ -5,6 +5,7 @@ from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
@@ -109,4 +110,10 @@ class _Segment:
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone().requires_grad_() if tensor.requires_grad else tensor
+    """Return a copy of a tensor that requires a gradient, with its strides, by which functions save other tensors."""
+    if not tensor.requires_grad:
+        return tensor
+    # A clone of a slice would be contiguous; axes along which a tensor is expanded are expanded again.
+    values = tensor.detach()[tuple(slice(None if step else 1) for step in tensor.stride())]
+    copy = torch.empty_strided(values.shape, values.stride(), dtype=values.dtype, device=values.device).copy_(values)
+    return copy.expand(tensor.shape).requires_grad_()

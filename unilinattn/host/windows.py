@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from unilinattn.call.exactness import layer_tolerance
 from unilinattn.call.nested import mapped
-from unilinattn.host.isolation import isolated
+from unilinattn.host.isolation import isolated, outside_host
 from unilinattn.host.observer import Inputs
 
 
@@ -29,7 +29,7 @@ def are_windows(module: nn.Module, inputs: Inputs, x: Tensor, output: Any, batch
     moved = x + (size + 1e-3) * noise * half[:, None, None]
     args, kwargs = mapped(inputs, lambda t: moved if t is x else t)
     try:
-        after = isolated(module, lambda: module.forward(*args, **kwargs))
+        after = outside_host(lambda: isolated(module, lambda: module.forward(*args, **kwargs)))
     # A host may raise any error, for instance on the second call of one run.
     except Exception:
         return False

@@ -33,7 +33,7 @@ LEAST = {"contribution_norms": 1 << 22, "reduced_map": 1 << 18, "row_product": 1
 They are those of the vectors of a tile, or log-decays. Smaller work is fast in torch and not worth loading a compiler.
 """
 
-_forced: ContextVar[Backend | None] = ContextVar("forced", default=None)
+_forced: ContextVar[Backend | None] = ContextVar("unilinattn.forced", default=None)
 
 
 class BackendError(UnilinattnError, RuntimeError):

@@ -5,12 +5,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from traceback import walk_tb
 from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
+from torch.autograd.function import BackwardCFunction
 
-from unilinattn.errors import ExactnessError, StreamError, UncoveredError
+from unilinattn.errors import ExactnessError, StreamError, UncoveredError, UnilinattnError
 from unilinattn.frozen.live import LiveRun
 from unilinattn.frozen.passes import FREEZE, HALF, Rule
 from unilinattn.frozen.run import frozen
@@ -87,6 +89,11 @@ def _gradients(needs: "Needs") -> None:
     next(needs.trace.gradients([needs.row], needs.logit))
 
 
+def _inner_gradients(needs: "Needs") -> None:
+    for layer in needs.selected():
+        layer.pullback()(torch.zeros_like(layer.output))
+
+
 def _frozen(rule: Rule, needs: "Needs") -> None:
     frozen(needs.trace, needs.targets, rule=rule).complete_shares(needs.row, needs.logit)
 
@@ -140,6 +147,7 @@ TRIALS: Mapping[Need, Callable[["Needs"], object]] = MappingProxyType(
         "maps": _maps,
         "matrices": _matrices,
         "gradients": _gradients,
+        "inner gradients": _inner_gradients,
         "frozen run": partial(_frozen, FREEZE),
         "half rule": partial(_frozen, HALF),
         "live run": _live,
@@ -258,5 +266,18 @@ def advised(
 
     try:
         yield
-    except REFUSALS as error:
-        raise type(error)(f"{error} {note}{advice(trace, target, options.get('logit'), accepted)}") from error
+    except Exception as error:
+        refusal = error if isinstance(error, REFUSALS) else _of_backward_pass(error, trace)
+        if refusal is None:
+            raise
+        raise type(refusal)(f"{refusal} {note}{advice(trace, target, options.get('logit'), accepted)}") from error
+
+
+def _of_backward_pass(error: Exception, trace: Trace) -> UncoveredError | None:
+    """Return the refusal for an error that an autograd function of the host raised in a backward pass, else None."""
+    frames = [frame.f_code for frame, _ in walk_tb(error.__traceback__)]
+    if not any(code is BackwardCFunction.apply.__code__ for code in frames) or isinstance(error, UnilinattnError):
+        return None
+    return UncoveredError(
+        f"an autograd function of {trace.model} fails in the backward pass ({type(error).__name__}: {error})."
+    )

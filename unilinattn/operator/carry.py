@@ -62,7 +62,7 @@ class Carry:
 
 # No argument can take its place: an adapter reads values while it builds its flow, such as keys after a short
 # convolution, and these mixers continue from their states too. It gets a host's call only.
-_carry: ContextVar[Carry | None] = ContextVar("carry", default=None)
+_carry: ContextVar[Carry | None] = ContextVar("unilinattn.carry", default=None)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-_shapes_only: ContextVar[bool] = ContextVar("shapes_only", default=False)
+_shapes_only: ContextVar[bool] = ContextVar("unilinattn.shapes_only", default=False)
 
 
 class Deferred:

@@ -32,7 +32,7 @@ Evaluate = Callable[[Sequence[Stage], Tensor], Tensor]
 
 # No argument can take its place: the flows of a layer, and the values that it reads from them, are made inside its
 # adapter, which other packages write too and which gets a host's call only.
-_evaluate: ContextVar[Evaluate] = ContextVar("evaluate", default=run)
+_evaluate: ContextVar[Evaluate] = ContextVar("unilinattn.evaluate", default=run)
 
 
 @contextmanager

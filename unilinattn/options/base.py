@@ -18,6 +18,7 @@ Need = Literal[
     "maps",
     "matrices",
     "gradients",
+    "inner gradients",
     "frozen run",
     "half rule",
     "live run",

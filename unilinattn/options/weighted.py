@@ -70,7 +70,7 @@ class Attribution(ScalarOptions, PublishedOptions):
     """
 
     question = QUESTION
-    needs = ("logit", "composition", "maps", "gradients")
+    needs = ("logit", "composition", "maps", "gradients", "inner gradients")
 
     sign: Sign = Field(
         default="clamp", description="negative products of gradient and map kept, set to zero, or made positive"

@@ -36,7 +36,7 @@ from unilinattn.tracing.trust import require_exact
 Replace = Literal["zero", "mean"]
 """Values in place of x_j in a cut T_ij x_j: zero, or the mean over the real tokens of the sequence."""
 
-_uncut: ContextVar[bool] = ContextVar("uncut", default=False)
+_uncut: ContextVar[bool] = ContextVar("unilinattn.uncut", default=False)
 
 
 @dataclass(frozen=True, eq=False)

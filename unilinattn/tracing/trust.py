@@ -16,7 +16,7 @@ from unilinattn.kernels.precision import AUTOCAST
 Trust = Literal["require", "warn"]
 """Raise an error for a layer whose operator misses the host's output, or warn and keep the warning in the result."""
 
-_trust: ContextVar[Trust] = ContextVar("trust", default="require")
+_trust: ContextVar[Trust] = ContextVar("unilinattn.trust", default="require")
 
 
 @runtime_checkable
