@@ -1,7 +1,7 @@
 """`Axes`: which axis of a layer's tensors numbers channels, the last one or the second one, as in images."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Shaped
@@ -68,7 +68,7 @@ def _sizes(module: nn.Module, *names: str) -> set[int]:
 
 def _size(layer: nn.Module, names: Sequence[str]) -> int | None:
     """Return the number in the first of these attributes that a layer has, the last one of several numbers."""
-    size = next((value for name in names if (value := getattr(layer, name, None)) is not None), None)
+    size: Any = next((value for name in names if (value := getattr(layer, name, None)) is not None), None)
     return size[-1] if isinstance(size, (tuple, list)) and size else size
 
 

@@ -14,7 +14,7 @@ from unilinattn.call import CACHES
 from unilinattn.call.nested import mapped
 from unilinattn.call.parameters import constant_parameters
 from unilinattn.host.forwards import Forward, replaced_forwards
-from unilinattn.host.module_calls import first_tensor
+from unilinattn.host.module_calls import layer_input
 from unilinattn.host.recorder import captured
 from unilinattn.host.substitution import functional, through_operators
 from unilinattn.memory import return_free_pages
@@ -96,7 +96,7 @@ class _Segment:
 
     def _run(self) -> Any:
         args, kwargs = self._call
-        stream = first_tensor((*args, *kwargs.values()))
+        stream = layer_input((*args, *kwargs.values()))
         if not self._begun:
             # The parameters require no gradient, so the first segment's input has to.
             live = None if stream is None or stream.requires_grad else stream.detach().requires_grad_().clone()

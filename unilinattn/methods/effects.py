@@ -185,7 +185,7 @@ class _Measurement:
         self.names = tuple(chain.from_iterable(map(_heads, traced.layers) if names is None else names))
         sequences = traced.token_shape[0]
         size = (trace_bytes(traced) + traced.frozen_cost(1)) // sequences
-        self._at_once = runs_at_once(traced.token_shape[1], size)
+        self._at_once = runs_at_once(traced, traced.token_shape[1], size)
 
     def of(self, changes: Sequence[Replacement]) -> list[Numbers]:
         """Return the numbers of each draw, for each of the replacements, which are ordered by sequence."""

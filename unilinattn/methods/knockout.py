@@ -63,7 +63,7 @@ def knockout(trace: Trace, options: Knockout, *, target: Target | None = None) -
     scores = base.new_zeros(shape)
     sites = {s: _edges(options.edges, length, batch) if options.edges else _tokens(trace, s) for s in joint.streams}
     # A run cuts other edges in each of its sequences.
-    at_once = runs_at_once(joint.length, run_bytes(trace, options.scalar))
+    at_once = runs_at_once(trace, joint.length, run_bytes(trace, options.scalar))
     chunks = [(s, chunk) for s, each in sites.items() for chunk in each.split(at_once)]
     steps = [(index, window, *chunk) for index, window in enumerate(windows) for chunk in chunks]
     for index, window, stream, chunk in progress(steps, "knockout"):

@@ -20,7 +20,7 @@ from unilinattn.call.attention_interface import Attended
 from unilinattn.call.entries import Entries
 from unilinattn.call.nested import mapped
 from unilinattn.discovery.search import refuse, remembered_mixers
-from unilinattn.errors import InputError, ModelStateError, OptionError, nearest
+from unilinattn.errors import InputError, ModelStateError, OptionError, UncoveredError, nearest
 from unilinattn.host.inputs import bound_arguments, host_arguments, is_encoder_decoder
 from unilinattn.host.isolation import current_run
 from unilinattn.host.recorder import Recorder
@@ -155,12 +155,15 @@ def run_without(
     arguments: Mapping[str, Any],
     cuts: Sequence[Cut],
     opaque: Collection[str],
+    expected: Sequence[tuple[str, float]],
 ) -> Any:
     """Return `call()`, a run of a model on `arguments` without some edges.
 
-    `opaque` are the paths of the layers without an adapter. Raises the errors of a call inside `cut`.
+    `opaque` are the paths of the layers without an adapter, `expected` the names of all layers with the number of
+    sequences that each of them computes. Raises the errors of a call inside `cut`, and `UncoveredError` for other
+    layers than those, in which an edge would be one of other tokens.
     """
-    return _CutRecorder(model, arguments, cuts, opaque).run(call)
+    return _CutRecorder(model, arguments, cuts, opaque, expected).run(call)
 
 
 class _CutForward:
@@ -214,10 +217,16 @@ class _CutRecorder(Recorder):
     """Records each layer of a run, and replaces its output by the output without the cut edges."""
 
     def __init__(
-        self, model: nn.Module, arguments: Mapping[str, Any], cuts: Sequence[Cut], opaque: Collection[str] = ()
+        self,
+        model: nn.Module,
+        arguments: Mapping[str, Any],
+        cuts: Sequence[Cut],
+        opaque: Collection[str] = (),
+        expected: Sequence[tuple[str, float]] | None = None,
     ) -> None:
         super().__init__(model, opaque=opaque)
         self._arguments, self._cuts, self._names = arguments, cuts, list[str]()
+        self._expected = expected
         self._builder = LayerBuilder(model, arguments, None, within_run=True)
 
     def run(self, call: Callable[[], Any]) -> Any:
@@ -244,6 +253,7 @@ class _CutRecorder(Recorder):
         """Return the output without the edges that are cut in this layer; None if there are none."""
         layer, index = self._builder.build(self.layers.pop()), len(self._names)
         self._names.append(layer.name)
+        self._require_expected(layer)
         cuts = [each for each in self._cuts if each.includes(index, layer.name)]
         if not cuts:
             return None
@@ -265,6 +275,16 @@ class _CutRecorder(Recorder):
             remaining = remaining - along(operator, groups, each.difference(index, layer), channels)
         remaining = layer.as_returned(remaining).to(result)
         return mapped(output, lambda t: remaining if t is result else t)
+
+    def _require_expected(self, layer: Layer) -> None:
+        if self._expected is None:
+            return
+        actual = layer.name, layer.output.shape[0]
+        if [actual] != list(self._expected[len(self._names) - 1 : len(self._names)]):
+            raise UncoveredError(
+                f"{type(self.model).__name__} calls {layer.name} on {actual[1]} sequences where the trace has another "
+                "layer or another number of them, as a host may that computes images in turn or as one sequence."
+            )
 
 
 def _install(model: nn.Module, new: Cut) -> None:

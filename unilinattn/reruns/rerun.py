@@ -1,18 +1,24 @@
 """Run a traced model again on chosen sequences of its inputs, without some edges."""
 
+import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from unilinattn.call.exactness import layer_tolerance
+from unilinattn.call.nested import tensors
 from unilinattn.errors import InputError, UncoveredError
 from unilinattn.host.inputs import call_host, ids_name
 from unilinattn.host.logits import KEEP, at_positions, kept_positions, logits_of
 from unilinattn.reruns.cut import Cut, run_without
+from unilinattn.tracing.layer import Layer
+from unilinattn.tracing.token_streams import token_streams
 from unilinattn.tracing.trace import Trace
 
 
@@ -78,27 +84,68 @@ def rerun(
     length = trace.layers[-1].output.shape[1]
     if positions is not None:
         arguments = trace.explained_logit.kept_at(model, arguments, lambda: [positions])
-    output = run_without(model, partial(call_host, model, arguments), arguments, cuts, trace.opaque)
+    copies = len(sequences) / trace.layers[-1].output.shape[0]
+    expected = [(layer.name, copies * layer.output.shape[0]) for layer in trace.layers]
+    output = run_without(model, partial(call_host, model, arguments), arguments, cuts, trace.opaque, expected)
     return Rerun(output, (len(sequences), length), kept_positions(arguments, length), trace.explained_logit.sizes)
+
+
+def repeats(trace: Trace) -> bool:
+    """Whether one run computes several copies of the inputs, each as sequences of every layer.
+
+    A host may compute its images in turn, or all of them as one sequence; it runs on one copy at a time. Where an
+    input or a layer has other rows than the sequences of the last layer, or there are several streams of tokens, the
+    model runs on two copies to tell, once for a trace.
+    """
+    last = trace.layers[-1]
+    if last not in _repeats:
+        batch, rows = len(last.output), [value for value in trace.arguments.values() if isinstance(value, Tensor)]
+        sizes = {len(value) for value in (*(row for row in rows if row.ndim > 1), *(x.output for x in trace.layers))}
+        _repeats[last] = (sizes <= {batch} and len(token_streams(trace.layers)) == 1) or _computes_copies(trace)
+    return _repeats[last]
+
+
+_repeats: "WeakKeyDictionary[Layer, bool]" = WeakKeyDictionary()
+"""Whether a trace repeats, by its last layer."""
+
+
+def _computes_copies(trace: Trace) -> bool:
+    batch = len(trace.layers[-1].output)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        try:
+            output = rerun(trace, torch.arange(batch, device="cpu").repeat(2)).output
+        # A host may raise any error on copies of inputs that it does not take apart.
+        except Exception:
+            return False
+    expected, copies = (next((t for t in tensors(x) if t.is_floating_point()), None) for x in (trace.output, output))
+    if expected is None or copies is None or len(copies) != 2 * len(expected):
+        return False
+    limit = layer_tolerance(expected.dtype) * float(expected.float().norm())
+    return all(float((copy - expected).float().norm()) <= limit for copy in copies.chunk(2))
 
 
 def of_sequences(trace: Trace, sequences: Int[Tensor, " run"]) -> dict[str, Any]:
     """Return the arguments of a traced call for some of its sequences, each any number of times.
 
-    Raises `UncoveredError` if an argument has other rows than one for each sequence, unless all sequences are asked for
-    in order.
+    All rows of an argument belong to the only sequence of a call. Whether a run of several sequences computes each by
+    itself tells `repeats`. Raises `UncoveredError` if an argument has other rows than one for each of several
+    sequences, unless all sequences are asked for in order.
     """
     batch = trace.layers[-1].output.shape[0]
-    if not torch.equal(sequences.cpu(), torch.arange(batch, device="cpu")):
-        for name, value in trace.arguments.items():
-            if isinstance(value, Tensor) and value.ndim > 1 and len(value) not in (1, batch):
-                raise UncoveredError(
-                    f"{name} has shape {tuple(value.shape)}, and the layers of {trace.model} have {batch} sequences, "
-                    "so the rows of one sequence are unknown and it cannot run again by itself."
-                )
-    return {
-        name: value[sequences.to(value.device)]
-        if isinstance(value, Tensor) and value.ndim and len(value) == batch and name != KEEP
-        else value
-        for name, value in trace.arguments.items()
-    }
+
+    def selected(name: str, value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.ndim or name == KEEP:
+            return value
+        if len(value) == batch:
+            return value[sequences.to(value.device)]
+        if value.ndim == 1 or len(value) == 1 or torch.equal(sequences.cpu(), torch.arange(batch, device="cpu")):
+            return value
+        if batch == 1:
+            return torch.cat([value] * len(sequences))
+        raise UncoveredError(
+            f"{name} has shape {tuple(value.shape)}, and the layers of {trace.model} have {batch} sequences, "
+            "so the rows of one sequence are unknown and it cannot run again by itself."
+        )
+
+    return {name: selected(name, value) for name, value in trace.arguments.items()}
