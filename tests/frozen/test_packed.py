@@ -82,3 +82,20 @@ def test_images_that_are_added_to_deeper_layers_too_are_refused_by_name() -> Non
     model = randomize(transformers.Qwen3VLForConditionalGeneration(config).double().eval())
     with pytest.raises(UncoveredError, match="pixel_values"):
         ula.explain(model, inputs(), method="logit", target=-1, progress=False)
+
+
+def test_patches_with_their_places_are_a_stream_beside_the_text() -> None:
+    """Pix2Struct reads the row and the column of a patch from its first channels, so that noise is no other input."""
+    sizes = dict(hidden_size=8, d_kv=4, d_ff=8, num_heads=2)
+    vision = dict(sizes, patch_embed_hidden_size=12, num_hidden_layers=1, num_attention_heads=2)
+    text = dict(sizes, vocab_size=20, num_layers=1)
+    config = transformers.Pix2StructConfig(text_config=text, vision_config=vision)
+    model = randomize(transformers.Pix2StructForConditionalGeneration(config).double().eval())
+    patches = torch.randn(1, 6, 14, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    patches[..., 0], patches[..., 1] = torch.arange(6) // 3 + 1, torch.arange(6) % 3 + 1
+    arguments = {"flattened_patches": patches, "decoder_input_ids": torch.tensor([[0, 5, 6]])}
+    with promoted():
+        result = ula.explain(model, arguments, method="logit", target=-1, progress=False)
+    assert result.streams["key"] == {"encoder": 6, "decoder": 3}
+    assert result.completeness_gap is not None and result.completeness_gap < 1e-10
+    assert bool((result.scores.abs() > 1e-9).all())

@@ -243,11 +243,15 @@ def _reaching(
         return []
     hold = _hold(model, arguments, layers, sources)
     before = _run(model, dict(arguments), hold, read)
-    return [
-        name
-        for name in names
-        if _reaches(before, _run(model, _changed(model, arguments, name), hold, read), arguments[name])
-    ]
+
+    def after(name: str) -> list[Tensor] | None:
+        values = _run(model, _changed(model, arguments, name), hold, read)
+        if values is None and (mixed := _mixed(arguments[name])) is not None:
+            # Some channels may be places, as in flattened patches: then their numbers are those of other tokens.
+            values = _run(model, {**arguments, name: mixed}, hold, read)
+        return values
+
+    return [name for name in names if _reaches(before, after(name), arguments[name])]
 
 
 def _is_content(name: str, value: Any, shapes: Collection[tuple[int, ...]]) -> bool:
@@ -296,8 +300,26 @@ def _run(model: nn.Module, arguments: dict[str, Any], hold: Hold, read: Read) ->
 def _reaches(before: list[Tensor] | None, after: list[Tensor] | None, changed: Any) -> bool:
     """Tell whether an input reaches the output; one that cannot be changed does if it is no code, such as a size."""
     if before is None or after is None:
-        return any(t.is_floating_point() for t in tensors(changed))
+        return _has_numbers(changed)
     return len(before) != len(after) or any(map(_moved, before, after))
+
+
+def _has_numbers(value: Any) -> bool:
+    return any(t.is_floating_point() for t in tensors(value))
+
+
+def _mixed(value: Any) -> Tensor | None:
+    """Return numbers of which each channel has those of other tokens; None for values that have no such axes.
+
+    One order for all channels would change nothing in a model that does not tell the order of its tokens.
+    """
+    if not isinstance(value, Tensor) or not value.is_floating_point() or value.ndim < 3:
+        return None
+    length, channels = value.shape[1], value.shape[-1]
+    tokens, shifts = (torch.arange(n, device=value.device) for n in (length, channels))
+    order = (tokens[:, None] + 1 + shifts) % length
+    shape = (1, length, *[1] * (value.ndim - 3), channels)
+    return value.gather(1, order.view(shape).expand(value.shape))
 
 
 def _moved(before: Tensor, after: Tensor) -> bool:
