@@ -72,13 +72,24 @@ def labels_of_tokens(tokens: Any, trace: Trace, streams: Mapping[str, int] = Map
         )
     texts = [token for token in tokens if isinstance(token, str)]
     if len(texts) == len(tokens):
-        return [texts]
+        return _filled([texts], trace)
     rows = [row for row in tokens if isinstance(row, Sequence) and not isinstance(row, str)]
     if len(rows) < len(tokens):
         raise InputError(
             "tokens holds texts and other values side by side; give one list of texts a sequence, or the tokenizer."
         )
-    return [list(row) for row in rows]
+    return _filled([list(row) for row in rows], trace)
+
+
+def _filled(rows: list[list[str]], trace: Trace) -> list[list[str]]:
+    """Return labels with empty ones for padding at the end of a sequence, which a host may add by itself."""
+    if trace.mask is None or len(rows) != len(trace.mask):
+        return rows
+    missing = [
+        [] if bool(real[len(row) :].any()) else [""] * len(real[len(row) :])
+        for row, real in zip(rows, trace.mask, strict=True)
+    ]
+    return [[*row, *more] for row, more in zip(rows, missing, strict=True)]
 
 
 def _labels_of_stream(tokenizer: Any, trace: Trace, name: str, count: int) -> list[list[str]]:

@@ -33,6 +33,7 @@ from unilinattn.tracing.agreement import CACHE_FLAG, compared_with_call
 from unilinattn.tracing.builder import LayerBuilder
 from unilinattn.tracing.gradient_cost import frozen_cost, gradient_cost
 from unilinattn.tracing.gradients import gradient_of, shared_gradient
+from unilinattn.tracing.inner_padding import padded_arguments, padded_text
 from unilinattn.tracing.layer import Layer, Step, WithoutVectorsError
 from unilinattn.tracing.padding import masks_of_streams, warn_of_leaks, warn_of_recorded_leaks
 from unilinattn.tracing.recording import covered_run
@@ -305,7 +306,13 @@ def trace(
 
     seed = torch.get_rng_state()
     try:
-        return built(model)
+        traced = built(model)
+        longer = padded_arguments(model, arguments, traced.output, traced.layers) if stream_to is None else None
+        if longer is None:
+            return traced
+        again = trace(model, longer, dtype=dtype, strict=strict, progress=progress, substitute_above=substitute_above)
+        again.text = None if text is None else padded_text(text, longer)
+        return again
     except (UncoveredError, UnknownArchitectureError) as error:
         path = error.layer if isinstance(error, WithoutVectorsError) else None
         regional = regional_model(model, arguments, path)

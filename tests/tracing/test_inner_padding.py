@@ -1,0 +1,66 @@
+"""Hosts that pad their tokens by themselves: the trace has the padding that the host adds, and knows it as such."""
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import unilinattn as ula
+from tests.methods.refused import prompted
+from unilinattn.testing import promoted, relative_error
+from unilinattn.testing.hosts import randomize
+
+LIMIT = 1e-10
+SIZES = dict(vocab_size=30, hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2)
+
+
+def longformer(name: str) -> nn.Module:
+    """Return a model with windows of four tokens; seven tokens are padded to eight."""
+    config = transformers.LongformerConfig(**SIZES, attention_window=4, pad_token_id=1, max_position_embeddings=24)
+    torch.manual_seed(0)
+    return randomize(getattr(transformers, name)(config).double().eval())
+
+
+def ids() -> torch.Tensor:
+    return torch.tensor([[5, 6, 7, 8, 9, 10, 11], [21, 6, 17, 8, 19, 10, 12]])
+
+
+def padded() -> dict[str, torch.Tensor]:
+    mask = torch.tensor([[1] * 7 + [0]] * 2)
+    return {"input_ids": torch.cat([ids(), torch.ones(2, 1, dtype=torch.long)], 1), "attention_mask": mask}
+
+
+@pytest.mark.parametrize("name", ["LongformerForMaskedLM", "LongformerForSequenceClassification"])
+@pytest.mark.parametrize("method", ["logit", "attn_lrp", "contribution", "knockout", "gradient"])
+def test_scores_are_those_of_inputs_with_the_padding_that_the_host_adds(name: str, method: str) -> None:
+    model = longformer(name)
+    with promoted():
+        scores, expected = (ula.explain(model, x, method=method, target=-1).scores for x in (ids(), padded()))
+    assert scores.shape == (2, 8) and bool((scores[:, 7] == 0).all())
+    assert relative_error(scores, expected) < LIMIT and bool((scores[:, 6] != 0).all())
+
+
+def test_logits_of_the_tokens_are_those_of_the_model() -> None:
+    model = longformer("LongformerForMaskedLM")
+    with promoted(), torch.no_grad():
+        trace = ula.trace(model, {"input_ids": ids(), "token_type_ids": torch.ones_like(ids())})
+        expected = model(ids(), token_type_ids=torch.ones_like(ids())).logits
+    assert trace.mask is not None and trace.mask.tolist() == [[True] * 7 + [False]] * 2
+    assert relative_error(trace.output.logits[:, :7], expected) < LIMIT
+
+
+def test_labels_of_the_tokens_need_none_for_the_padding() -> None:
+    labels = [list("abcdefg"), list("hijklmn")]
+    result = ula.explain(longformer("LongformerModel"), ids(), method="rollout", tokens=labels)
+    assert result.tokens == tuple((*row, "") for row in labels)
+
+
+def test_the_last_token_is_one_of_the_text() -> None:
+    result = ula.explain(longformer("LongformerForMaskedLM"), ids(), method="rollout", target=-1)
+    assert bool((result.scores[:, 6] > result.scores[:, :3].amax(1)).all()) and bool((result.scores[:, 7] == 0).all())
+
+
+def test_tokens_that_a_prompt_adds_are_no_padding() -> None:
+    model, inputs = prompted()
+    with pytest.raises(ula.UnilinattnError, match="the model adds tokens, such as a tuned prompt"):
+        ula.explain(model.eval(), inputs, method="logit", target=-1)
