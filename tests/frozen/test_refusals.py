@@ -182,13 +182,36 @@ def test_copied_and_flattened_ids_are_looked_up() -> None:
     assert torch.equal(ula.explain(model, token_ids(), target=-1).scores, expected.scores)
 
 
-def test_ids_that_are_not_looked_up_are_an_error() -> None:
+@pytest.mark.parametrize("method", ["logit", "attn_lrp", "gradient", "occlusion"])
+def test_ids_that_are_not_looked_up_have_the_vectors_that_enter_the_first_block(method: str) -> None:
     class OneHot(nn.Embedding):
         def forward(self, ids: Tensor) -> Tensor:
             return functional.one_hot(ids, len(self.weight)).to(self.weight) @ self.weight
 
     model = llama_model()
+    expected = ula.explain(model, token_ids(), method=method, target=-1)
     model.model.embed_tokens.__class__ = OneHot
+    actual = ula.explain(model, token_ids(), method=method, target=-1)
+    assert torch.allclose(actual.scores, expected.scores, rtol=1e-4, atol=1e-6)
+
+
+def test_ids_that_reach_a_block_beside_the_first_one_are_an_error() -> None:
+    class Beside(nn.Module):
+        def __init__(self, mlp: nn.Module, ids: Tensor) -> None:
+            super().__init__()
+            self.mlp, self.ids = mlp, ids
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.mlp(x) + functional.one_hot(self.ids % 4, x.shape[-1]).to(x)
+
+    class Hashed(nn.Embedding):
+        def forward(self, ids: Tensor) -> Tensor:
+            model.model.layers[1].mlp.ids = ids
+            return functional.one_hot(ids, len(self.weight)).to(self.weight) @ self.weight
+
+    model = llama_model()
+    model.model.layers[1].mlp = Beside(model.model.layers[1].mlp, token_ids())
+    model.model.embed_tokens.__class__ = Hashed
     with pytest.raises(UncoveredError, match="does not look up its token ids"):
         frozen(ula.trace(model, token_ids(), progress=False))
 

@@ -1,6 +1,7 @@
 """`FrozenRun`: a host run as one affine map of its tokens, whose shares and biases add up to its output."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -27,7 +28,7 @@ from unilinattn.frozen.shares import (
     has_constants,
     linearized,
 )
-from unilinattn.frozen.token_pass import PassSpec, TokenRun, shared_run
+from unilinattn.frozen.token_pass import PassSpec, TokenRun, passed, shared_run
 from unilinattn.host.isolation import runs_in_gradient_mode
 from unilinattn.host.logits import Logit
 from unilinattn.tracing.trace import Target, Trace
@@ -74,9 +75,8 @@ class FrozenRun(TokenRun):
             # An operator that replaced the host's forward is built when it is needed, one at a time.
             if layer.prefix_error is None:
                 _ = layer.operator
-        self._pass = FrozenPass(self._spec, rule=rule)
+        self._spec, self._pass = passed(self._spec, partial(FrozenPass, rule=rule))
         self.outputs, self.mixed, self.shared = self._pass.outputs, self._pass.mixed, self._pass.shared
-        self._pass.require_leaves()
 
     @runs_in_gradient_mode(True)
     def shares(self, target: Any = -1, logit: Logit = None, *, by: By = "tokens") -> Shares:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -23,10 +23,12 @@ from unilinattn.host.products import Products
 from unilinattn.host.wrappers import require_gradients
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.lookups import TokenIds
-from unilinattn.tracing.token_source import Source, find_sources, require_alone
+from unilinattn.tracing.token_source import Source, find_sources, require_alone, without_lookups
 from unilinattn.tracing.token_streams import TokenStream
 from unilinattn.tracing.tokens import TokenCall, blocks_of, first_stream
 from unilinattn.tracing.trace import Target, Trace
+
+Pass = TypeVar("Pass", bound="TokenPass")
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,30 @@ class PassSpec:
         return scalar if observed is None else observed.detach().to(scalar)
 
 
+def passed(spec: PassSpec, build: Callable[[PassSpec], Pass]) -> tuple[PassSpec, Pass]:
+    """Return a pass that met the vectors of all tokens, and its spec.
+
+    A host that embeds its ids by no lookup of their numbers passes again, with the vectors that enter its first block.
+    Raises `UncoveredError` if these are unknown, too.
+    """
+    made = build(spec)
+    if all(made.leaves):
+        return spec, made
+    refusal = UncoveredError(
+        f"{type(spec.model).__name__} does not look up its token ids by torch.nn.functional.embedding, so the "
+        "vectors of the tokens are unknown; give the model inputs_embeds instead of ids."
+    )
+    try:
+        sources = without_lookups(spec.model, spec.arguments, spec.layers, spec.sources)
+    except UncoveredError as error:
+        raise refusal from error
+    spec = replace(spec, sources=sources, products=None)
+    made = build(spec)
+    if not all(made.leaves):
+        raise refusal
+    return spec, made
+
+
 class BlockCall(NamedTuple):
     """A call of a module, with the stream of tokens that entered a block."""
 
@@ -121,14 +147,6 @@ class TokenPass(Observer[BlockCall]):
     def known_product(self, module: nn.Module, host: Forward) -> Forward | None:
         """Return a linear layer's forward that uses the products of the traced run, None without any."""
         return None if self._spec.products is None else self._spec.products.forward_of(module, host)
-
-    def require_leaves(self) -> None:
-        """Raise `UncoveredError` if the pass met no vectors of the tokens of a source."""
-        if not all(self.leaves):
-            raise UncoveredError(
-                f"{type(self.model).__name__} does not look up its token ids by torch.nn.functional.embedding, so the "
-                "vectors of the tokens are unknown; give the model inputs_embeds instead of ids."
-            )
 
     def frame(self, path: str, module: nn.Module, inputs: Inputs) -> BlockCall:
         """Find the stream that enters a block."""

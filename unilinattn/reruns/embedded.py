@@ -1,7 +1,7 @@
 """Run a traced model on other vectors of its tokens, as a function that gradients pass through."""
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
@@ -20,9 +20,12 @@ from unilinattn.host.run import run
 from unilinattn.host.wrappers import require_gradients
 from unilinattn.reruns.rerun import Rerun, of_sequences
 from unilinattn.tracing.lookups import Lookups
-from unilinattn.tracing.token_source import Source, at_call, find_vectors, replaced_at_call
+from unilinattn.tracing.token_source import Source, at_call, find_vectors, replaced_at_call, without_lookups
 from unilinattn.tracing.token_streams import TokenStream
 from unilinattn.tracing.trace import Trace
+
+Recorded = list[list[Float[Tensor, "batch token channel"]]]
+"""The vectors of each source, a tensor for each lookup."""
 
 
 class EmbeddedModel:
@@ -50,6 +53,8 @@ class EmbeddedModel:
         self.streams = tuple(source.stream for source in self._sources)
         self._lookups: dict[str, Lookups] = {}
         recorded = in_gradient_mode(False, lambda: self.isolated(self._vectors))
+        if not all(recorded):
+            recorded = self._recorded_at_blocks(recorded)
         joined = [torch.cat(vectors, -1) if vectors else None for vectors in recorded]
         for stream, vectors in zip(self.streams, joined, strict=True):
             self._require_one_each(stream, vectors)
@@ -63,6 +68,15 @@ class EmbeddedModel:
         self._channels = [[slice(a, b) for a, b in pairwise([0, *each])] for each in ends]
         whole = torch.cat([vectors for vectors in joined if vectors is not None], 1).detach()
         self.vectors = whole.to(torch.promote_types(whole.dtype, torch.float32))
+
+    def _recorded_at_blocks(self, recorded: Recorded) -> Recorded:
+        """Return the vectors that enter the first blocks, for ids which no module embeds; else those recorded."""
+        trace = self._trace
+        with suppress(UncoveredError):
+            self._sources = without_lookups(self._model, trace.arguments, trace.layers, self._sources)
+            self._lookups.clear()
+            return in_gradient_mode(False, lambda: self.isolated(self._vectors))
+        return recorded
 
     def _require_one_each(self, stream: TokenStream, vectors: Tensor | None) -> None:
         """Raise `UncoveredError` unless there is a vector for each token of a stream."""
@@ -148,7 +162,7 @@ class EmbeddedModel:
                 absent = [lookup.mean(ids, rows) for lookup in lookups]
         return torch.cat([vector.to(self.vectors) for vector in absent])
 
-    def _vectors(self) -> list[list[Float[Tensor, "batch token channel"]]]:
+    def _vectors(self) -> Recorded:
         """Run the model on the traced inputs and return the vectors of each source: one tensor for each lookup."""
         return [self._vectors_of(source) for source in self._sources]
 

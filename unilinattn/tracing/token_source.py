@@ -230,6 +230,22 @@ def find_vectors(model: nn.Module, arguments: Mapping[str, Any], layers: Sequenc
     return (Source(stream, find_tokens(model, arguments, layers_of_stream(layers, True))),)
 
 
+@runs_in_gradient_mode(False)
+def without_lookups(
+    model: nn.Module, arguments: Mapping[str, Any], layers: Sequence[Layer], sources: Sequence[Source]
+) -> Sources:
+    """Return sources whose ids no table embeds as such, as where they are hashed, with what enters the first block.
+
+    Raises the errors of `find_tokens` and of `require_alone`.
+    """
+    changed = []
+    for source in sources:
+        inside = [layers[index] for index in source.stream.layers]
+        changed.append(source if source.ids is None else Source(source.stream, find_tokens(model, arguments, inside)))
+    require_alone(model, arguments, changed, layers, _explained)
+    return tuple(changed)
+
+
 def _reaching(
     model: nn.Module, arguments: Mapping[str, Any], sources: Sequence[Source], layers: Sequence[Layer], read: Read
 ) -> list[str]:
