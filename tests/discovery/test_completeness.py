@@ -163,6 +163,29 @@ def test_code_that_keeps_tokens_apart_is_not_refused(name: str) -> None:
     assert len(ula.trace(TOKENWISE[name]().eval(), SIGNAL).layers) == 2
 
 
+SQUARE = SIGNAL[:, :WIDTH]
+"""As many tokens as channels."""
+
+
+def test_as_many_tokens_as_channels_are_told_apart_before_and_after_a_turn() -> None:
+    def begun() -> nn.Module:
+        return Of(by_channel, nn.Conv1d(WIDTH, WIDTH, 3, padding=1))
+
+    made = ula.trace(Layers(before=begun(), between=Of(lambda x: x * x.softmax(-1))).eval(), SQUARE)
+    assert [layer.name for layer in made.layers] == ["before", "first", "second"]
+    with pytest.raises((UncoveredError, UnknownArchitectureError), match=r"between \(.*Of\)"):
+        ula.trace(Layers(before=begun(), between=Of(packed)).eval(), SQUARE)
+
+
+def test_an_encoder_of_as_many_frames_as_channels_is_traced() -> None:
+    sizes = dict(d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2)
+    sizes |= dict(encoder_ffn_dim=8, decoder_ffn_dim=8, num_mel_bins=4, max_source_positions=16)
+    special = dict(vocab_size=20, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1)
+    model = randomize(transformers.WhisperModel(transformers.WhisperConfig(**sizes, **special)).eval())
+    inputs = {"input_features": torch.randn(1, 4, 32), "decoder_input_ids": torch.tensor([[1, 5, 6]])}
+    assert [tuple(layer.output.shape) for layer in ula.trace(model, inputs).layers] == [(1, 16, 16), *[(1, 3, 16)] * 2]
+
+
 def test_arbitrary_memory_as_an_unused_argument_is_not_mixing() -> None:
     """RWKV-7 passes `torch.empty_like` to its layers."""
 

@@ -28,11 +28,14 @@ from unilinattn.discovery.mixing import mixes_tokens
 from unilinattn.discovery.perturbation import TOLERANCE, Call, Constants, Run, noisy, rotated, special_ids
 from unilinattn.host.inputs import call_host, ids_name, is_ids, real_tokens, sequences_in
 from unilinattn.host.logits import logits_in
-from unilinattn.host.module_calls import CallRecord
+from unilinattn.host.module_calls import CallRecord, block_of
 from unilinattn.host.observer import Functions, Inputs
 
 AXES = (2, 3, 4, 5)
 """Numbers of axes of vectors of tokens, which may be packed in one axis, or lie along those of an image or a video."""
+
+TURNS = ("transpose", "permute", "movedim", "swapaxes", "__get__")
+"""Functions after which channels may be the last axis; `Tensor.mT` is a property."""
 
 PIECES = (2, 16)
 """Numbers of pieces of an input without tokens: halves, and pieces in which attention to some neighbours ends."""
@@ -81,7 +84,7 @@ def find_leak(
     perturbed = [_Tokens(model, shape, half, shapes) for shape, first in halves.items() for half in (first, ~first)]
     # Without ids, what comes before the first block makes tokens of a signal.
     has_ids = any(_is_ids(name, arguments) for name in arguments)
-    begins = None if has_ids or not layers else _block_of(layers[0])
+    begins = None if has_ids or not layers else block_of(layers[0])
     probe = _Probing(model, arguments, constants, shapes, begins)
     entries = probe.run(perturbed)
     leak = probe.first_attention(entries) or _first_leak(entries, halves, regrouped, probe.holders)
@@ -246,6 +249,7 @@ class _Probe(Run):
         first: the first vectors of each stream.
         stem: the number of functions up to the last one that mixes pixels before the first layer.
         block: that of the functions before the first block of a model without ids.
+        turn: that up to the last one before the first layer that moves the axes of as many channels as tokens.
         holders: the path of the module that calls each layer.
     """
 
@@ -272,7 +276,7 @@ class _Probe(Run):
         self._count, self._has_read, self._begins = 0, False, begins
         self.holders: dict[str, str] = {}
         self.stem: int = 0 if reference is None else reference.stem
-        self.block: int = 0 if reference is None else reference.block
+        self.block, self.turn = (0, 0) if reference is None else (reference.block, reference.turn)
         self._attentions: dict[tuple[str, int], int] = {}
 
     def call_host(self, arguments: Mapping[str, Any]) -> None:
@@ -317,6 +321,9 @@ class _Probe(Run):
             # Images have the shape of the first stream while convolutions still mix their pixels.
             self.stem = self._count
             self._begun -= {shape for shape in self._begun if shape in self._images}
+        if self._is_reference and not self._has_read and name in TURNS and _is_square(result):
+            self.turn = self._count
+            self._begun.discard(_shape(result))
         if name in ("empty", "empty_like", "new_empty") and isinstance(result, Tensor):
             return result.zero_()  # Arbitrary memory would differ between the runs.
         if name in ATTENTION:
@@ -343,7 +350,8 @@ class _Probe(Run):
         axis = self._shapes[tuple(result.shape)]
         # Channels before tokens have the shape of a stream only with its width.
         shape = _tokens(result.shape, axis)
-        if shape in self._begun or self._count <= self.block or (axis == 1 and self._count < self.stem):
+        is_early = self._count <= self.block or (axis == 1 and self._count < self.stem)
+        if shape in self._begun or is_early or (_is_square(result) and self._count < self.turn):
             return result
         self._begun.add(shape)
         if self._is_reference:
@@ -366,13 +374,6 @@ class _Probe(Run):
             self.entries[key].compare(self._number, values)
 
 
-def _block_of(layer: CallRecord) -> str | None:
-    """Return the path of the innermost module in a list around a layer, None without one."""
-    names = layer.name.split(".")
-    blocks = [count for count, name in enumerate(names, 1) if name.isdigit()]
-    return ".".join(names[: blocks[-1]]) if blocks else None
-
-
 def _is_signal(name: str, x: Any, streams: Collection[Shape]) -> bool:
     """Tell whether an input is a tensor of numbers that are no sequence of a stream's tokens."""
     is_numbers = isinstance(x, Tensor) and x.is_floating_point() and x.ndim > 1 and "mask" not in name
@@ -382,6 +383,10 @@ def _is_signal(name: str, x: Any, streams: Collection[Shape]) -> bool:
 def _is_ids(name: str, arguments: Mapping[str, Any]) -> bool:
     """Tell whether an argument has the ids of tokens, by its name or as the only tensor that may have them."""
     return is_ids(arguments[name]) and (name.endswith("input_ids") or name == ids_name(arguments))
+
+
+def _is_square(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.ndim == 3 and x.shape[1] == x.shape[2]
 
 
 def _shape(x: Tensor) -> Shape:

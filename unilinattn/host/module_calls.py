@@ -186,6 +186,13 @@ def _refusal(architecture: Architecture, call: Call) -> UncoveredError | None:
     return None
 
 
+def block_of(layer: CallRecord) -> str | None:
+    """Return the path of the innermost module in a list around a layer, None without one."""
+    names = layer.name.split(".")
+    blocks = [count for count, name in enumerate(names, 1) if name.isdigit()]
+    return ".".join(names[: blocks[-1]]) if blocks else None
+
+
 def first_tensor(values: Any, *, axes: int = 3) -> Tensor | None:
     """Return the first floating-point tensor with at least `axes` axes, by default batch, length and channel."""
     fitting = (v for v in values if isinstance(v, Tensor) and v.is_floating_point() and v.ndim >= axes)
