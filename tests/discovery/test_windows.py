@@ -135,3 +135,23 @@ def test_a_trial_inside_a_run_leaves_the_hidden_states_that_the_host_collects() 
         made = ula.trace(model, inputs, progress=False)
     assert [tuple(layer.output.shape[:2]) for layer in made.layers] == [(2, 5), (2, 5), (1, 13), (1, 13)]
     assert torch.allclose(made.output.logits, logits, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("method", ["contribution", "knockout"])
+def test_layers_and_scores_of_an_image_are_the_same_in_a_batch(method: str) -> None:
+    """SegFormer projects the channels of convolved tokens, which lie in another order for one image than for two.
+
+    Its attention to fewer keys is recorded although its class has an adapter, also in runs without some edges.
+    """
+    sizes = dict(hidden_sizes=[8, 12], decoder_hidden_size=8, depths=[1, 1], num_attention_heads=[1, 2])
+    strides = dict(num_encoder_blocks=2, sr_ratios=[2, 1], strides=[4, 2], patch_sizes=[7, 3], mlp_ratios=[2, 2])
+    model = randomize(transformers.SegformerForImageClassification(transformers.SegformerConfig(**sizes, **strides)))
+    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    with promoted():
+        model.double().eval()
+        both, single = ula.trace(model, images, progress=False), ula.trace(model, images[1:], progress=False)
+        scores = ula.explain(both, method=method, target=-1, progress=False).scores[1]
+        assert torch.allclose(scores, ula.explain(single, method=method, target=-1, progress=False).scores[0], 1e-9)
+    assert [layer.name for layer in both.layers] == [layer.name for layer in single.layers]
+    assert "segformer.stages.0.blocks.0.mlp.dwconv" in [layer.name for layer in both.layers]
+    assert bool((scores != 0).any())

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -131,13 +132,33 @@ def musicgen() -> nn.Module:
     return model_of("MusicgenForCausalLM", "MusicgenDecoderConfig", **sizes)
 
 
-@pytest.mark.parametrize("method", ["logit", "gradient", "knockout"])
-@pytest.mark.parametrize("logit", [None, lambda out: out.logits[::2, -1, 3]])
+OF_CODEBOOKS = partial(lambda out: out.logits[::2, -1, 3])
+
+
+@pytest.mark.parametrize(
+    ("method", "logit"),
+    [("logit", None), ("gradient", None), ("knockout", None), ("logit", OF_CODEBOOKS), ("knockout", OF_CODEBOOKS)],
+)
 def test_a_model_that_changes_the_batch_is_refused(method: str, logit: Any) -> None:
     # Two codebooks are two rows of ids, whose embeddings are summed.
     trace = ula.trace(musicgen(), torch.randint(20, (4, 5)), progress=False)
     with pytest.raises((InputError, UncoveredError), match=r"\(4, 5|4 rows of ids|no embedding module"):
         ula.explain(trace, method=method, target=-1, logit=logit, progress=False)
+
+
+def test_the_gradient_of_a_function_is_that_at_the_sums_of_the_embeddings_of_codebooks() -> None:
+    model, ids = musicgen().double(), torch.randint(20, (4, 5))
+    result = ula.explain(model, ids, method="gradient", logit=OF_CODEBOOKS, target=-1, progress=False)
+    entered: list[Tensor] = []
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        entered.append(args[0].detach().requires_grad_())
+        return (entered[0], *args[1:]), kwargs
+
+    model.model.decoder.layers[0].register_forward_pre_hook(enter, with_kwargs=True)
+    (slopes,) = torch.autograd.grad(OF_CODEBOOKS(model(ids)).sum(), entered)
+    assert result.scores.shape == (2, 5)
+    assert torch.allclose(result.scores, slopes.abs().sum(-1), rtol=1e-6)
 
 
 @pytest.mark.parametrize("logit", [lambda out: 3.0, lambda out: None, lambda out: out.logits[:, -1]])

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 from tests.methods.hosts import HOSTS, inputs
@@ -13,6 +14,7 @@ from unilinattn import explain, trace
 from unilinattn.errors import InputError, OptionError, UncoveredError
 from unilinattn.optional import MissingExtraError
 from unilinattn.testing import left_as_found, promoted
+from unilinattn.testing.hosts import randomize
 
 BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("gradient", {"sign": "clamp"}, OptionError, r"gradient does not accept sign='clamp'.* Accepted: abs, keep"),
@@ -43,6 +45,14 @@ def test_bad_options_say_what_is_accepted(
 def test_models_that_are_not_covered() -> None:
     with pytest.raises(InputError, match="returns no logits"):
         explain(HOSTS["mamba2"].model().backbone, inputs(), method="gradient", target=-1)
+
+
+def test_frames_that_layers_read_as_sequences_are_not_covered() -> None:
+    sizes = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    config = transformers.TimesformerConfig(**sizes, image_size=8, patch_size=4, num_frames=3)
+    model = randomize(transformers.TimesformerForVideoClassification(config).eval())
+    with pytest.raises(UncoveredError, match=r"are those of 3 sequences, such as frames or windows, of its 1, and"):
+        explain(model, torch.randn(1, 3, 3, 8, 8), method="gradient", target=-1)
 
 
 class Rounded(nn.Module):

@@ -213,6 +213,8 @@ class _Search(Observer[_Call]):
             # The tokens may lie along another axis here, and a module whose weights begin at zero moves nothing yet.
             self._weak.setdefault(frame.path)
             is_stream = False
+        if _is_by_token(frame, parent):
+            return
         parent.mixes, parent.attends = True, parent.attends or frame.attends
         is_stream = is_stream and result is not None and self._moves_others(frame, result)
         # A convolution of single tokens mixes none.
@@ -356,6 +358,17 @@ class _Search(Observer[_Call]):
             before, after = before[:, ~half], after[:, ~half]
         allowed = TOLERANCE.get(result.dtype, 0.05)
         return float((after - before).norm()) > allowed * float(before.norm())
+
+
+def _is_by_token(frame: _Call, parent: _Call) -> bool:
+    """Whether a linear layer maps channels of the tokens that the module around it reads, in whichever order they lie.
+
+    Linear layers that mix tokens, as in MLP-Mixer, have the tokens along the last axis.
+    """
+    x = frame.tensor
+    if not isinstance(frame.module, nn.Linear) or x is None or parent.tensor is None:
+        return False
+    return x.ndim == 3 and x.shape[1] == parent.tokens != x.shape[2]
 
 
 def _only_convolves(name: str, args: tuple[Any, ...], result: Any) -> bool:

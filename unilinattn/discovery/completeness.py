@@ -155,8 +155,7 @@ class _Signal:
         return {name: self._reversed(x) if _is_signal(name, x, self._streams) else x for name, x in arguments.items()}
 
     def noisy(self, t: Tensor) -> Tensor:
-        """Return the tensor: only the inputs are perturbed."""
-        return t
+        return t  # Only the inputs are perturbed.
 
     def _reversed(self, x: Tensor) -> Tensor:
         axis = max(range(1 if x.ndim > 2 else 0, x.ndim), key=lambda axis: x.shape[axis])
@@ -249,7 +248,7 @@ class _Probe(Run):
         first: the first vectors of each stream.
         stem: the number of functions up to the last one that mixes pixels before the first layer.
         block: that of the functions before the first block of a model without ids.
-        turn: that up to the last one before the first layer that moves the axes of as many channels as tokens.
+        turn: that up to the last one before the first layer that turned as many channels as tokens.
         holders: the path of the module that calls each layer.
     """
 
@@ -276,7 +275,8 @@ class _Probe(Run):
         self._count, self._has_read, self._begins = 0, False, begins
         self.holders: dict[str, str] = {}
         self.stem: int = 0 if reference is None else reference.stem
-        self.block, self.turn = (0, 0) if reference is None else (reference.block, reference.turn)
+        self.block: int = 0 if reference is None else reference.block
+        self.turn: int = 0 if reference is None else reference.turn
         self._attentions: dict[tuple[str, int], int] = {}
 
     def call_host(self, arguments: Mapping[str, Any]) -> None:

@@ -23,6 +23,7 @@ from unilinattn.discovery.search import refuse, remembered_mixers
 from unilinattn.errors import InputError, ModelStateError, OptionError, UncoveredError, nearest
 from unilinattn.host.inputs import bound_arguments, host_arguments, is_encoder_decoder
 from unilinattn.host.isolation import current_run
+from unilinattn.host.module_calls import require_covered_calls
 from unilinattn.host.recorder import Recorder
 from unilinattn.host.substitution import SUBSTITUTE_ABOVE
 from unilinattn.host.wrappers import unwrapped
@@ -251,7 +252,11 @@ class _CutRecorder(Recorder):
 
     def on_layer(self, output: Any, result: Tensor) -> Any:
         """Return the output without the edges that are cut in this layer; None if there are none."""
-        layer, index = self._builder.build(self.layers.pop()), len(self._names)
+        record, index = self.layers.pop(), len(self._names)
+        if record.architecture is not self._recorded:
+            # As in a trace, a call that its adapter does not cover is recorded.
+            require_covered_calls([record], strict=True)
+        layer = self._builder.build(record)
         self._names.append(layer.name)
         self._require_expected(layer)
         cuts = [each for each in self._cuts if each.includes(index, layer.name)]

@@ -67,6 +67,11 @@ class EmbeddedModel:
         ends = [list(accumulate(vectors.shape[-1] for vectors in each)) for each in recorded]
         self._channels = [[slice(a, b) for a, b in pairwise([0, *each])] for each in ends]
         whole = torch.cat([vectors for vectors in joined if vectors is not None], 1).detach()
+        if len(whole) != trace.token_shape[0]:
+            raise UncoveredError(
+                f"the vectors that enter the layers of {trace.model} are those of {len(whole)} sequences, such as "
+                f"frames or windows, of its {trace.token_shape[0]}, and scores are those of the tokens of one."
+            )
         self.vectors = whole.to(torch.promote_types(whole.dtype, torch.float32))
 
     def _recorded_at_blocks(self, recorded: Recorded) -> Recorded:
