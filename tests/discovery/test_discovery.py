@@ -295,3 +295,27 @@ def test_two_attentions_in_one_module_are_recorded() -> None:
     assert all(layer.reconstruction_error() < 1e-5 for layer in trace.layers)
     assert trace.layers[0].operator.matrix("core").shape == (2, 16, 16)
     assert ula.explain(trace, method="logit", target=-1).completeness_gap < 1e-4
+
+
+class Drawing(nn.Module):
+    """Attention without an adapter to tokens with noise that the model draws, as ViLT draws patches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + torch.randn_like(x)
+        return x + self.attention(x, x, x, need_weights=False)[0]
+
+
+def test_the_first_trace_draws_the_numbers_of_one_call() -> None:
+    torch.manual_seed(0)
+    model, x = Drawing().eval(), torch.randn(2, 5, 8)
+    state = torch.get_rng_state()
+    with torch.no_grad():
+        output, following = model(x), torch.rand(3)
+    for _ in range(2):
+        torch.set_rng_state(state)
+        assert torch.equal(ula.trace(model, x).output, output)
+        assert torch.equal(torch.rand(3), following)

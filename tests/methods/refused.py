@@ -19,6 +19,8 @@ from transformers import (
     DogeConfig,
     DogeForCausalLM,
     DogeModel,
+    FNetConfig,
+    FNetForSequenceClassification,
     HieraConfig,
     HieraForImageClassification,
     LevitConfig,
@@ -154,6 +156,12 @@ def levit() -> tuple[nn.Module, Any]:
     return randomize(LevitForImageClassification(LevitConfig(image_size=64, **sizes))), image
 
 
+def fnet() -> tuple[nn.Module, Any]:
+    """Mixing by two products, of real and of imaginary parts."""
+    config = FNetConfig(vocab_size=23, hidden_size=16, intermediate_size=24, num_hidden_layers=2)
+    return randomize(FNetForSequenceClassification(config)), ids()
+
+
 HOSTS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "T5": t5,
     "BART": bart,
@@ -168,6 +176,7 @@ HOSTS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "ViT": vit,
     "Hiera": hiera,
     "LeViT": levit,
+    "FNet": fnet,
     "mamba": of_table("mamba"),
 }
 

@@ -1,6 +1,7 @@
 """Inputs of a model of texts and images, on which a run computes several copies at once, or only one."""
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -130,3 +131,15 @@ def test_gradients_reach_layers_of_packed_patches(case: Any) -> None:
     with promoted():
         gradients = next(trace.gradients([-1]))
     assert len(gradients) == len(trace.layers) and all(float(gradient.norm()) > 0 for gradient in gradients)
+
+
+def test_as_many_sequences_as_tokens_are_told_apart_in_two_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLNet's tensors begin with tokens, so that five sequences of five tokens have one shape in either order."""
+    config = transformers.XLNetConfig(vocab_size=30, d_model=16, n_layer=2, n_head=2, d_inner=16, pad_token_id=0)
+    model = randomize(transformers.XLNetForSequenceClassification(config).double().eval())
+    with promoted():
+        trace = ula.trace(model, torch.tensor([[5, 6, 7, 8, 9]]), progress=False)
+        scores = ula.explain(trace, method="knockout", target=-1, progress=False).scores
+        monkeypatch.setattr(import_module("unilinattn.methods.knockout"), "runs_at_once", lambda *_: 2)
+        pairs = ula.explain(trace, method="knockout", target=-1, progress=False).scores
+    assert relative_error(scores, pairs) < LIMIT and bool((scores != 0).all())

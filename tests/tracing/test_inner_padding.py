@@ -64,3 +64,15 @@ def test_tokens_that_a_prompt_adds_are_no_padding() -> None:
     model, inputs = prompted()
     with pytest.raises(ula.UnilinattnError, match="the model adds tokens, such as a tuned prompt"):
         ula.explain(model.eval(), inputs, method="logit", target=-1)
+
+
+def test_patches_beside_the_ids_are_no_padding() -> None:
+    """A longer text of LayoutLMv3 has the same logits if the rest is masked, and more tokens beside it."""
+    sizes = dict(SIZES, hidden_size=24, coordinate_size=4, shape_size=4, input_size=16, patch_size=8)
+    config = transformers.LayoutLMv3Config(**sizes, visual_bbox=False)
+    model = randomize(transformers.LayoutLMv3ForSequenceClassification(config).double().eval())
+    image = torch.randn(1, 3, 16, 16, dtype=torch.float64)
+    inputs = {"input_ids": ids()[:1], "bbox": torch.ones(1, 7, 4, dtype=torch.long), "pixel_values": image}
+    trace = ula.trace(model, inputs)
+    assert trace.mask is None and trace.layers[0].output.shape[1] > 7
+    assert torch.equal(trace.arguments["input_ids"], ids()[:1])

@@ -202,8 +202,8 @@ class _Search(Observer[_Call]):
         computes_streams = is_whole and self._computes_streams(frame, parent)
         if result is not None and is_whole and not computes_streams:
             if self._moves_others(frame, result):
-                if frame.windowed:
-                    # The module around one mixer of windows has the sequences of the model.
+                if frame.windowed or _is_widened(frame, parent):
+                    # The module around one mixer of windows has the sequences of the model, or its channels.
                     parent.mixes, parent.attends = True, parent.attends or frame.attends
                     parent.streams += frame.parts
                     return
@@ -213,8 +213,6 @@ class _Search(Observer[_Call]):
             # The tokens may lie along another axis here, and a module whose weights begin at zero moves nothing yet.
             self._weak.setdefault(frame.path)
             is_stream = False
-        if _is_by_token(frame, parent):
-            return
         parent.mixes, parent.attends = True, parent.attends or frame.attends
         is_stream = is_stream and result is not None and self._moves_others(frame, result)
         # A convolution of single tokens mixes none.
@@ -360,15 +358,13 @@ class _Search(Observer[_Call]):
         return float((after - before).norm()) > allowed * float(before.norm())
 
 
-def _is_by_token(frame: _Call, parent: _Call) -> bool:
-    """Whether a linear layer maps channels of the tokens that the module around it reads, in whichever order they lie.
-
-    Linear layers that mix tokens, as in MLP-Mixer, have the tokens along the last axis.
-    """
-    x = frame.tensor
-    if not isinstance(frame.module, nn.Linear) or x is None or parent.tensor is None:
+def _is_widened(frame: _Call, parent: _Call) -> bool:
+    """Whether a convolution has other channels than the stream, to which only the module around it leads back."""
+    x, stream = frame.tensor, parent.tensor
+    if frame.attends or x is None or stream is None or x.ndim != 3 or stream.ndim != 3:
         return False
-    return x.ndim == 3 and x.shape[1] == parent.tokens != x.shape[2]
+    is_block = parent.path.rpartition(".")[2].isdigit()
+    return not is_block and parent.tokens == frame.tokens and stream.shape[parent.axis] != x.shape[frame.axis]
 
 
 def _only_convolves(name: str, args: tuple[Any, ...], result: Any) -> bool:

@@ -1,6 +1,7 @@
 """`knockout`: the effect on the model's output of cutting tokens or edges in the running model."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from jaxtyping import Float, Int
@@ -62,7 +63,16 @@ def knockout(trace: Trace, options: Knockout, *, target: Target | None = None) -
     require_result(shape, base.element_size(), "knockout: the result", ONE_ROW)
     scores = base.new_zeros(shape)
     sites = {s: _edges(options.edges, length, batch) if options.edges else _tokens(trace, s) for s in joint.streams}
-    # A run cuts other edges in each of its sequences.
+
+    def fall(reading: Sequence[int], chunk: Int[Tensor, "run 3"]) -> Float[Tensor, "run query"]:
+        """Return the fall of the numbers in a run that cuts other edges in each of its sequences."""
+        sequences, _, key = chunk.unbind(1)
+        edges: Edges = Listed(chunk[:, None, 1:]) if options.edges else Outgoing(key)
+        cut = Cut(edges, reading, options.heads, options.channels, replace, sequences)
+        positions = None if number.positions is None else number.positions[sequences]
+        run = rerun(trace, sequences, [cut], positions=positions)
+        return base[sequences.to(base.device)] - measured(run, sequences).to(base)
+
     at_once = runs_at_once(trace, joint.length, run_bytes(trace, options.scalar))
     chunks = [(s, chunk) for s, each in sites.items() for chunk in each.split(at_once)]
     steps = [(index, window, *chunk) for index, window in enumerate(windows) for chunk in chunks]
@@ -72,11 +82,7 @@ def knockout(trace: Trace, options: Knockout, *, target: Target | None = None) -
         if not reading:
             continue
         sequences, query, key = chunk.unbind(1)
-        edges: Edges = Listed(chunk[:, None, 1:]) if options.edges else Outgoing(key)
-        cut = Cut(edges, reading, options.heads, options.channels, replace, sequences)
-        positions = None if number.positions is None else number.positions[sequences]
-        run = rerun(trace, sequences, [cut], positions=positions)
-        effect = base[sequences.to(base.device)] - measured(run, sequences).to(base)
+        effect = _of_runs(partial(fall, reading), chunk, stream.shape[1])
         rows = query[:, None] if options.edges else torch.arange(shape[2], device="cpu").expand(len(chunk), -1)
         scores[index, sequences[:, None], rows, joint.slot(stream).start + key[:, None]] = effect
     if number.has_queries and trace.layers[-1].mask is not None:
@@ -84,6 +90,21 @@ def knockout(trace: Trace, options: Knockout, *, target: Target | None = None) -
     scores = scores if options.window is not None else scores[0]
     dims = (*(("layer",) if options.window is not None else ()), "batch", *(("query",) if has_queries else ()), "key")
     return scoring.result(scores, scope="layer", dims=dims)
+
+
+def _of_runs(
+    fall: Callable[[Int[Tensor, "run 3"]], Float[Tensor, "run query"]], chunk: Int[Tensor, "run 3"], tokens: int
+) -> Float[Tensor, "run query"]:
+    """Return `fall(chunk)`; of two runs if one of as many sequences as tokens is refused.
+
+    In a host whose tensors begin with tokens, sequences and tokens could not be told apart.
+    """
+    try:
+        return fall(chunk)
+    except UncoveredError:
+        if len(chunk) != tokens or tokens == 1:
+            raise
+    return torch.cat([fall(part) for part in chunk.split(tokens - 1)])
 
 
 def _windows(indices: Sequence[int], size: int) -> Iterator[list[int]]:

@@ -98,6 +98,16 @@ def _frozen(rule: Rule, needs: "Needs") -> None:
     frozen(needs.trace, needs.targets, rule=rule).complete_shares(needs.row, needs.logit)
 
 
+def _core_relevances(needs: "Needs") -> bool:
+    """Tell whether the relevance at each core of the layers of the target's stream is known."""
+    trace, selected = needs.trace, needs.selected()
+    run = frozen(trace, needs.targets, rule=HALF)
+    # Layers of a tower whose vectors take the places of tokens are constant, and no row reaches them.
+    pairs = zip(trace.layers, run.mixed, strict=True)
+    edges = {layer.name: mixed for layer, mixed in pairs if streams_of(trace, layer)[0] == trace.target_stream}
+    return all(len(edges[layer.name]) == len(cores(layer)) for layer in selected if layer.name in edges)
+
+
 def _live(needs: "Needs") -> None:
     LiveRun(needs.trace, needs.targets).relevances(needs.row, needs.logit)
 
@@ -150,6 +160,7 @@ TRIALS: Mapping[Need, Callable[["Needs"], object]] = MappingProxyType(
         "inner gradients": _inner_gradients,
         "frozen run": partial(_frozen, FREEZE),
         "half rule": partial(_frozen, HALF),
+        "core relevances": _core_relevances,
         "live run": _live,
         "last stream": _last_stream,
         "cuts": _cuts,

@@ -21,6 +21,7 @@ Need = Literal[
     "inner gradients",
     "frozen run",
     "half rule",
+    "core relevances",
     "live run",
     "last stream",
     "cuts",

@@ -141,4 +141,4 @@ class TransformerAttribution(GradientMapOptions):
     """
 
     question = QUESTION
-    needs = ("logit", "composition", "matrices", "gradients", "half rule")
+    needs = ("logit", "composition", "matrices", "gradients", "half rule", "core relevances")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from unilinattn.call.exactness import layer_tolerance
 from unilinattn.call.nested import tensors
 from unilinattn.host.inputs import call_host, ids_name
+from unilinattn.host.recorder import main_tensor
 from unilinattn.host.run import run
 from unilinattn.host.text import Text
 from unilinattn.tracing.layer import Layer
@@ -40,12 +41,20 @@ def padded_arguments(
         if isinstance(value, Tensor) and value.shape[:2] == (batch, length):
             fill = padding if other == name and isinstance(padding, int) else 0
             longer[other] = torch.cat([value, value.new_full((batch, padded - length, *value.shape[2:]), fill)], 1)
+    entered: list[int] = []
+
+    def call() -> Any:
+        # Tokens that a host adds beside those of a text, such as patches, are added to the longer one, too.
+        layers[0].module.register_forward_hook(lambda *call: entered.append(_elements(call[2])))
+        return call_host(model, longer)
+
     try:
-        values = run(model, lambda: call_host(model, longer), seed=torch.get_rng_state())
+        values = run(model, call, seed=torch.get_rng_state())
     # A host that adds other tokens may accept no longer inputs.
     except Exception:
         return None
-    return longer if _are_same(values, output, length) else None
+    is_padding = entered[:1] == [layers[0].output.numel()] and _are_same(values, output, length)
+    return longer if is_padding else None
 
 
 def padded_text(text: Text, arguments: Mapping[str, Any]) -> Text:
@@ -54,6 +63,11 @@ def padded_text(text: Text, arguments: Mapping[str, Any]) -> Text:
     more = longer["input_ids"].shape[1] - text.arguments["input_ids"].shape[1]
     words = None if text.words is None else tuple((*row, *[None] * more) for row in text.words)
     return replace(text, arguments=longer, words=words)
+
+
+def _elements(output: Any) -> int:
+    tensor = main_tensor(output)
+    return 0 if tensor is None else tensor.numel()
 
 
 def _are_same(longer: Any, output: Any, length: int) -> bool:

@@ -11,15 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from unilinattn.call.axes import as_tokens
-from unilinattn.call.nested import mapped, tensors
-from unilinattn.discovery.perturbation import TOLERANCE, special_ids
+from unilinattn.call.nested import tensors
+from unilinattn.discovery.perturbation import TOLERANCE
 from unilinattn.errors import UncoveredError
 from unilinattn.host.indices import checked_indices
-from unilinattn.host.inputs import call_host, ids_name, is_ids, real_tokens, sequences_in
+from unilinattn.host.inputs import call_host, ids_name, is_ids, sequences_in
 from unilinattn.host.isolation import runs_in_gradient_mode
 from unilinattn.host.logits import KEEP, logits_in
 from unilinattn.host.observer import Functions
 from unilinattn.host.run import run
+from unilinattn.tracing.changed_inputs import changed_input, has_numbers, mixed_channels
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.lookups import Lookups
 from unilinattn.tracing.token_streams import TokenStream, stream_written, token_streams, tower_of
@@ -185,7 +186,7 @@ def _lookups_of(model: nn.Module, arguments: Mapping[str, Any], layers: Sequence
             continue
         # The model may accept no other ids, such as those that mark the places of an image.
         with suppress(Exception):
-            moved = find_tokens(model, _changed(model, arguments, name), inside, in_lists=True)
+            moved = find_tokens(model, changed_input(model, arguments, name), inside, in_lists=True)
             if isinstance(moved, TokenCall) and not torch.equal(moved.vectors, call.vectors):
                 return Source(stream, None, name)
     return source
@@ -261,8 +262,8 @@ def _reaching(
     before = _run(model, dict(arguments), hold, read)
 
     def after(name: str) -> list[Tensor] | None:
-        values = _run(model, _changed(model, arguments, name), hold, read)
-        if values is None and (mixed := _mixed(arguments[name])) is not None:
+        values = _run(model, changed_input(model, arguments, name), hold, read)
+        if values is None and (mixed := mixed_channels(arguments[name])) is not None:
             # Some channels may be places, as in flattened patches: then their numbers are those of other tokens.
             values = _run(model, {**arguments, name: mixed}, hold, read)
         return values
@@ -316,26 +317,8 @@ def _run(model: nn.Module, arguments: dict[str, Any], hold: Hold, read: Read) ->
 def _reaches(before: list[Tensor] | None, after: list[Tensor] | None, changed: Any) -> bool:
     """Tell whether an input reaches the output; one that cannot be changed does if it is no code, such as a size."""
     if before is None or after is None:
-        return _has_numbers(changed)
+        return has_numbers(changed)
     return len(before) != len(after) or any(map(_moved, before, after))
-
-
-def _has_numbers(value: Any) -> bool:
-    return any(t.is_floating_point() for t in tensors(value))
-
-
-def _mixed(value: Any) -> Tensor | None:
-    """Return numbers of which each channel has those of other tokens; None for values that have no such axes.
-
-    One order for all channels would change nothing in a model that does not tell the order of its tokens.
-    """
-    if not isinstance(value, Tensor) or not value.is_floating_point() or value.ndim < 3:
-        return None
-    length, channels = value.shape[1], value.shape[-1]
-    tokens, shifts = (torch.arange(n, device=value.device) for n in (length, channels))
-    order = (tokens[:, None] + 1 + shifts) % length
-    shape = (1, length, *[1] * (value.ndim - 3), channels)
-    return value.gather(1, order.view(shape).expand(value.shape))
 
 
 def _moved(before: Tensor, after: Tensor) -> bool:
@@ -346,35 +329,6 @@ def _moved(before: Tensor, after: Tensor) -> bool:
     scale = torch.maximum(before.abs(), before.abs().nan_to_num(posinf=0).flatten().median())
     same = (before == after) | (before.isnan() & after.isnan())
     return not bool((same | ((before - after).abs() <= allowed * scale)).all())
-
-
-def _changed(model: nn.Module, arguments: Mapping[str, Any], name: str) -> dict[str, Any]:
-    value = arguments[name]
-    changed = mapped(value, _perturbed)
-    if name.endswith("input_ids") and is_ids(value):
-        # From padding a model may read which token it pools, and from other special ids where an image stands.
-        special, real = (
-            special_ids(model).to(value),
-            real_tokens(arguments, name.replace("input_ids", "attention_mask")),
-        )
-        ordinary = ~torch.isin(value, special) & ~torch.isin(changed, special)
-        ordinary = ordinary & real.to(value.device) if real is not None and real.shape == value.shape else ordinary
-        changed = torch.where(ordinary, changed, value) if bool(ordinary.any()) else changed
-    return {**arguments, name: changed}
-
-
-def _perturbed(t: Tensor) -> Tensor:
-    """Return numbers with noise of their root mean square, or other codes of the same vocabulary."""
-    if not t.is_floating_point() and not t.is_complex():
-        return t if t.dtype == torch.bool else torch.where(t > 0, t - 1, t + 1)
-    if t.is_complex():
-        return torch.complex(_perturbed(t.real), _perturbed(t.imag))
-    wide = t.to(torch.promote_types(t.dtype, torch.float32))
-    size = wide.square().mean().sqrt()
-    noise = torch.randn(t.shape, generator=torch.Generator().manual_seed(0), device="cpu").to(wide)
-    # Vectors of zeros beside others are padding, from which a host may read its mask.
-    real = (wide != 0).any(-1, keepdim=True) if t.ndim > 1 and bool(size > 0) else 1
-    return (wide + torch.where(size > 0, size, torch.ones_like(size)) * noise * real).to(t.dtype)
 
 
 def _hold(model: nn.Module, traced: Mapping[str, Any], layers: Sequence[Layer], sources: Sequence[Source]) -> Hold:
