@@ -54,7 +54,7 @@ Measure = Callable[..., dict[str, Any]]
 def measure(case: Case, built: Callable[[], None] = lambda: None) -> dict[str, Any]:
     """Return the outcome of a model in this process, with its layers, gap and error; call `built` when it has run."""
     try:
-        model, inputs, reference, least = _prepared(case)
+        model, inputs, reference, least = prepared(case)
         noise = difference(_output(model, inputs), reference)
     except Exception as error:
         return failed("unbuilt", error)
@@ -160,16 +160,18 @@ class _Attending(TorchFunctionMode):
             self.calls.add(self._stack[-1])
 
 
-def run(cases: Sequence[Any], jobs: int, outcome_of: Measure | None = None) -> Iterator[tuple[Any, dict[str, Any]]]:
+def run(
+    cases: Sequence[Any], jobs: int, outcome_of: Measure | None = None, seconds: int | None = None
+) -> Iterator[tuple[Any, dict[str, Any]]]:
     """Measure each model in a separate process, `jobs` at a time; yield the outcomes in order of completion.
 
-    `outcome_of` measures one, by default `measure`.
+    `outcome_of` measures one, by default `measure`. `seconds` is its limit in CPU time, by default `SECONDS`.
     """
     queue = deque(cases)
     active: dict[Connection, _Process] = {}
     while queue or active:
         while queue and len(active) < jobs:
-            process = _Process(queue.popleft(), outcome_of)
+            process = _Process(queue.popleft(), outcome_of, seconds or SECONDS)
             active[process.receiver] = process
         ready = wait(list(active), timeout=0.5)
         for receiver, process in list(active.items()):
@@ -183,13 +185,13 @@ def run(cases: Sequence[Any], jobs: int, outcome_of: Measure | None = None) -> I
 class _Process:
     """The process of one model, which says when the model is built and then sends the outcome."""
 
-    def __init__(self, case: Any, outcome_of: Measure | None) -> None:
+    def __init__(self, case: Any, outcome_of: Measure | None, seconds: int) -> None:
         context = multiprocessing.get_context("fork")
         if isinstance(case, Case):
             _imported(case)
-        self.case = case
+        self.case, self._seconds = case, seconds
         self.receiver, sender = context.Pipe(duplex=False)
-        self._process = context.Process(target=_child, args=(case, sender, outcome_of))
+        self._process = context.Process(target=_child, args=(case, sender, outcome_of, seconds))
         self._process.start()
         self._start = time.monotonic()
         self._built = False
@@ -202,7 +204,7 @@ class _Process:
         except EOFError:
             self._process.join()
             if self._process.exitcode == -signal.SIGXCPU:
-                return self._ended("Timeout", f"no result after {SECONDS} s")
+                return self._ended("Timeout", f"no result after {self._seconds} s")
             return self._ended("Killed", "the process ended without a result")
         if message is None:
             self._built = True
@@ -210,9 +212,9 @@ class _Process:
 
     def late(self) -> dict[str, Any] | None:
         """Return the outcome of a process that takes too long by the clock, None for another."""
-        if time.monotonic() - self._start <= 5 * SECONDS:
+        if time.monotonic() - self._start <= 5 * self._seconds:
             return None
-        return self._ended("Timeout", f"no result after {SECONDS} s")
+        return self._ended("Timeout", f"no result after {self._seconds} s")
 
     def end(self) -> None:
         """Stop the process."""
@@ -234,9 +236,9 @@ def _imported(case: Case) -> None:
         return
 
 
-def _child(case: Any, sender: Connection, outcome_of: Measure | None) -> None:
+def _child(case: Any, sender: Connection, outcome_of: Measure | None, seconds: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 1))
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)
@@ -244,7 +246,7 @@ def _child(case: Any, sender: Connection, outcome_of: Measure | None) -> None:
     sender.send((outcome_of or measure)(case, built=lambda: sender.send(None)))
 
 
-def _prepared(case: Case) -> tuple[nn.Module, dict[str, Any], Any, int]:
+def prepared(case: Case) -> tuple[nn.Module, dict[str, Any], Any, int]:
     """Return a model that runs, its inputs, its output and a lower bound of its layers."""
     first: Exception | None = None
     for rules in RULES:
