@@ -153,5 +153,5 @@ def test_layers_and_scores_of_an_image_are_the_same_in_a_batch(method: str) -> N
         scores = ula.explain(both, method=method, target=-1, progress=False).scores[1]
         assert torch.allclose(scores, ula.explain(single, method=method, target=-1, progress=False).scores[0], 1e-9)
     assert [layer.name for layer in both.layers] == [layer.name for layer in single.layers]
-    assert "segformer.stages.0.blocks.0.mlp" in [layer.name for layer in both.layers]
+    assert any(layer.name.endswith(".0.mlp") for layer in both.layers)
     assert bool((scores != 0).any())
