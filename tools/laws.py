@@ -232,11 +232,11 @@ def measure(case: Case, built: Callable[[], None] = lambda: None) -> dict[str, A
     double = copy.deepcopy(model).double()
     wide = {name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in inputs.items()}
     with promoted():
-        subject = Subject(double, wide, EXACT, _explained(double))
+        subject = Subject(double, wide, EXACT, explained_by(double))
         is_exact = subject.logits(wide) is not None
         messages = [*_errors(subject), *broken(subject)] if is_exact else []
     if not is_exact:
-        messages = broken(replace(subject, model=model, inputs=inputs, limit=ROUNDED, explained=_explained(model)))
+        messages = broken(replace(subject, model=model, inputs=inputs, limit=ROUNDED, explained=explained_by(model)))
     return {"outcome": "broken" if messages else "holds", "messages": messages}
 
 
@@ -266,7 +266,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(count > 0)
 
 
-def _explained(model: nn.Module) -> Callable[[Mapping[str, Any], str, int], Attribution]:
+def explained_by(model: nn.Module) -> Callable[[Mapping[str, Any], str, int], Attribution]:
+    """Return `Subject.explained` of a model."""
+
     def explained(inputs: Mapping[str, Any], method: str, target: int) -> Attribution:
         return explain(model, inputs, method=method, target=target, progress=False, **METHODS[method])
 

@@ -24,7 +24,7 @@ Change = Callable[[Attribution, Mapping[str, Any], str, int], Any]
 def subject(monkeypatch: pytest.MonkeyPatch) -> laws.Subject:
     monkeypatch.setattr(laws, "METHODS", {name: {} for name in METHODS})
     model, inputs, *_ = prepared(LLAMA)
-    return laws.Subject(model.double(), inputs, laws.EXACT, laws._explained(model))
+    return laws.Subject(model.double(), inputs, laws.EXACT, laws.explained_by(model))
 
 
 def changed(subject: laws.Subject, change: Change) -> laws.Subject:

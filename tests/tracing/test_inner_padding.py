@@ -55,8 +55,16 @@ def test_labels_of_the_tokens_need_none_for_the_padding() -> None:
     assert result.tokens == tuple((*row, "") for row in labels)
 
 
-def test_the_last_token_is_one_of_the_text() -> None:
-    result = ula.explain(longformer("LongformerForMaskedLM"), ids(), method="rollout", target=-1)
+INPUTS = {
+    "ids": {"input_ids": ids()},
+    "no mask": {"input_ids": ids(), "attention_mask": None},
+    "vectors": {"inputs_embeds": torch.randn(2, 7, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)},
+}
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_the_last_token_is_one_of_the_text(name: str) -> None:
+    result = ula.explain(longformer("LongformerForMaskedLM"), INPUTS[name], method="rollout", target=-1)
     assert bool((result.scores[:, 6] > result.scores[:, :3].amax(1)).all()) and bool((result.scores[:, 7] == 0).all())
 
 

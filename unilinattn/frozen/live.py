@@ -17,7 +17,7 @@ from unilinattn.call.parameters import constant_parameters
 from unilinattn.errors import UncoveredError
 from unilinattn.frozen.layers import shares_values, with_shared_values
 from unilinattn.frozen.shares import Linearized, by_token, linearized
-from unilinattn.frozen.token_pass import PassSpec, TokenPass, TokenRun, passed, shared_run
+from unilinattn.frozen.token_pass import PassSpec, TokenPass, TokenRun, build_pass, shared_run
 from unilinattn.host.forwards import Forward, replaced_forwards
 from unilinattn.host.inputs import bound_arguments, call_host
 from unilinattn.host.isolation import runs_in_gradient_mode
@@ -81,7 +81,7 @@ class LiveRun(TokenRun):
         """Run the host."""
         trace.weights.require_same(trace.host, trace.model, "its relevances would not be those of the traced model")
         trace.require_whole("live runs")
-        self._spec, self._pass = passed(PassSpec.of(trace, targets), LivePass)
+        self._spec, self._pass = build_pass(PassSpec.of(trace, targets), LivePass)
 
     @runs_in_gradient_mode(True)
     def relevances(self, target: Any = -1, logit: Logit = None, split: Split = "halves") -> Relevances:

@@ -28,7 +28,7 @@ from unilinattn.frozen.shares import (
     has_constants,
     linearized,
 )
-from unilinattn.frozen.token_pass import PassSpec, TokenRun, passed, shared_run
+from unilinattn.frozen.token_pass import PassSpec, TokenRun, build_pass, shared_run
 from unilinattn.host.isolation import runs_in_gradient_mode
 from unilinattn.host.logits import Logit
 from unilinattn.tracing.trace import Target, Trace
@@ -75,7 +75,7 @@ class FrozenRun(TokenRun):
             # An operator that replaced the host's forward is built when it is needed, one at a time.
             if layer.prefix_error is None:
                 _ = layer.operator
-        self._spec, self._pass = passed(self._spec, partial(FrozenPass, rule=rule))
+        self._spec, self._pass = build_pass(self._spec, partial(FrozenPass, rule=rule))
         self.outputs, self.mixed, self.shared = self._pass.outputs, self._pass.mixed, self._pass.shared
 
     @runs_in_gradient_mode(True)

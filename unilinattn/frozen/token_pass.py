@@ -84,7 +84,7 @@ class PassSpec:
         return scalar if observed is None else observed.detach().to(scalar)
 
 
-def passed(spec: PassSpec, build: Callable[[PassSpec], Pass]) -> tuple[PassSpec, Pass]:
+def build_pass(spec: PassSpec, build: Callable[[PassSpec], Pass]) -> tuple[PassSpec, Pass]:
     """Return a pass that met the vectors of all tokens, and its spec.
 
     A host that embeds its ids by no lookup of their numbers passes again, with the vectors that enter its first block.

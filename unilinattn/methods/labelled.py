@@ -85,11 +85,8 @@ def _filled(rows: list[list[str]], trace: Trace) -> list[list[str]]:
     """Return labels with empty ones for padding at the end of a sequence, which a host may add by itself."""
     if trace.mask is None or len(rows) != len(trace.mask):
         return rows
-    missing = [
-        [] if bool(real[len(row) :].any()) else [""] * len(real[len(row) :])
-        for row, real in zip(rows, trace.mask, strict=True)
-    ]
-    return [[*row, *more] for row, more in zip(rows, missing, strict=True)]
+    pairs = zip(rows, trace.mask, strict=True)
+    return [row if bool(real[len(row) :].any()) else [*row, *[""] * (len(real) - len(row))] for row, real in pairs]
 
 
 def _labels_of_stream(tokenizer: Any, trace: Trace, name: str, count: int) -> list[list[str]]:

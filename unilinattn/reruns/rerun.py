@@ -90,6 +90,10 @@ def rerun(
     return Rerun(output, (len(sequences), length), kept_positions(arguments, length), trace.explained_logit.sizes)
 
 
+_repeats: "WeakKeyDictionary[Layer, bool]" = WeakKeyDictionary()
+"""Whether a trace repeats, by its last layer."""
+
+
 def repeats(trace: Trace) -> bool:
     """Whether one run computes several copies of the inputs, each as sequences of every layer.
 
@@ -103,10 +107,6 @@ def repeats(trace: Trace) -> bool:
         sizes = {len(value) for value in (*(row for row in rows if row.ndim > 1), *(x.output for x in trace.layers))}
         _repeats[last] = (sizes <= {batch} and len(token_streams(trace.layers)) == 1) or _computes_copies(trace)
     return _repeats[last]
-
-
-_repeats: "WeakKeyDictionary[Layer, bool]" = WeakKeyDictionary()
-"""Whether a trace repeats, by its last layer."""
 
 
 def _computes_copies(trace: Trace) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from unilinattn.call.exactness import layer_tolerance
 from unilinattn.call.nested import tensors
-from unilinattn.host.inputs import call_host, ids_name
+from unilinattn.host.inputs import call_host
 from unilinattn.host.recorder import main_tensor
 from unilinattn.host.run import run
 from unilinattn.host.text import Text
@@ -18,29 +18,34 @@ from unilinattn.tracing.layer import Layer
 
 MASK = "attention_mask"
 
+TEXTS = ("input_ids", "inputs_embeds")
+"""Arguments with the tokens of a text."""
+
 
 def padded_arguments(
     model: nn.Module, arguments: Mapping[str, Any], output: Any, layers: Sequence[Layer]
 ) -> dict[str, Any] | None:
-    """Return the arguments with padding as long as that which a host adds at the end of its ids; None if it adds none.
+    """Return the arguments with padding as long as that which a host adds at their end; None if it adds none.
 
     Longformer's layers read a whole number of windows. Padding that the host adds is unknown as such: a target counted
     from the end would be one of its tokens, and its scores would be those of a token of the text. The host runs on the
-    longer arguments, and the output for the tokens of the text has to be the same.
+    longer arguments, ids or vectors, and the output for the tokens of the text has to be the same.
     """
-    name = ids_name(arguments)
+    texts = [arguments[name] for name in TEXTS if isinstance(arguments.get(name), Tensor)]
     shapes = {tuple(tensor.shape[:2]) for layer in layers for tensor in (layer.input, layer.output)}
-    if name != "input_ids" or len(shapes) != 1 or MASK not in inspect.signature(model.forward).parameters:
+    takes_mask = MASK in inspect.signature(model.forward).parameters
+    if len(texts) != 1 or texts[0].ndim < 2 or len(shapes) != 1 or not takes_mask:
         return None
-    (batch, length), ((rows, padded),) = arguments[name].shape, shapes
+    (batch, length), ((rows, padded),) = texts[0].shape[:2], shapes
     if rows != batch or padded <= length:
         return None
     padding = getattr(getattr(model, "config", None), "pad_token_id", None)
-    longer = dict(arguments) | {MASK: arguments.get(MASK, torch.ones_like(arguments[name]))}
-    for other, value in longer.items():
+    longer, mask = dict(arguments), arguments.get(MASK)
+    longer[MASK] = torch.ones(batch, length, dtype=torch.long, device=texts[0].device) if mask is None else mask
+    for name, value in longer.items():
         if isinstance(value, Tensor) and value.shape[:2] == (batch, length):
-            fill = padding if other == name and isinstance(padding, int) else 0
-            longer[other] = torch.cat([value, value.new_full((batch, padded - length, *value.shape[2:]), fill)], 1)
+            fill = padding if name == "input_ids" and isinstance(padding, int) else 0
+            longer[name] = torch.cat([value, value.new_full((batch, padded - length, *value.shape[2:]), fill)], 1)
     entered: list[int] = []
 
     def call() -> Any:
@@ -59,7 +64,7 @@ def padded_arguments(
 
 def padded_text(text: Text, arguments: Mapping[str, Any]) -> Text:
     """Return a text whose ids have padding at their end, as arguments have."""
-    longer = {name: arguments[name] for name in {*text.arguments, MASK}}
+    longer = {name: arguments[name] for name in (*text.arguments, MASK)}
     more = longer["input_ids"].shape[1] - text.arguments["input_ids"].shape[1]
     words = None if text.words is None else tuple((*row, *[None] * more) for row in text.words)
     return replace(text, arguments=longer, words=words)

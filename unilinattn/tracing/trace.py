@@ -233,7 +233,8 @@ def trace(
         inputs: a text or an image or a list of either, a tensor of ids or pixels, or a mapping of the host's keyword
             arguments. An image is a PIL image, which is converted to RGB, or a uint8 array (height, width, 3). Ids
             (batch, choice, length) of a model that returns a logit for each choice are (batch * choice) sequences, and
-            an encoder-decoder that makes its decoder's ids of those of its encoder is given them.
+            an encoder-decoder that makes its decoder's ids of those of its encoder is given them. Padding that a host
+            adds at the end, as Longformer does to whole windows, is added to the trace's arguments and its mask.
         tokenizer: the tokenizer of texts, such as `transformers.AutoTokenizer.from_pretrained` returns.
         processor: the processor of images: an image processor of transformers, or a callable from a PIL image to a
             tensor (channel, height, width), such as timm's `create_transform` returns.
