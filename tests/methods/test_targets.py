@@ -15,12 +15,14 @@ from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
+    LlamaForCausalLM,
     LlamaForSequenceClassification,
 )
 
 import unilinattn as ula
 from tests.texts import LONDON, PARIS, VOCABULARY, mamba, tokenizer
 from unilinattn.errors import InputError, OptionError, UnilinattnError
+from unilinattn.host.explained import ExplainedLogit
 from unilinattn.host.labels import token_text
 from unilinattn.results.explained import explained as explained_in
 from unilinattn.viz.colours import shown
@@ -302,3 +304,16 @@ def test_positions_among_tokens_that_the_model_adds_name_no_logits() -> None:
     for target in (-1, 3):
         with pytest.raises(InputError, match="so a target does not name a row of logits"):
             ula.explain(made, method="contribution", target=target, progress=False)
+
+
+@pytest.mark.parametrize(("logits", "chooses"), [(5, False), (8, True)])
+def test_vectors_beside_which_a_model_adds_tokens_keep_logits_only_where_these_are_of_all(
+    logits: int, chooses: bool
+) -> None:
+    """Five vectors of a text among eight tokens of the layers: positions are those of the eight."""
+    config = LlamaConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    arguments = {"inputs_embeds": torch.zeros(1, 5, 8)}
+    output = {"logits": torch.zeros(1, logits, 9)}
+    explained = ExplainedLogit(output, arguments, (1, 8), lambda _: torch.tensor([3]), "model", frozenset())
+    kept = explained.kept_at(LlamaForCausalLM(config), arguments, lambda: [torch.tensor([3])])
+    assert ("logits_to_keep" in kept) == chooses

@@ -7,6 +7,7 @@ from torch import nn
 
 import unilinattn as ula
 from tests.methods.refused import prompted
+from tests.texts import PARIS, VOCABULARY, tokenizer
 from unilinattn.testing import promoted, relative_error
 from unilinattn.testing.hosts import randomize
 
@@ -66,6 +67,19 @@ INPUTS = {
 def test_the_last_token_is_one_of_the_text(name: str) -> None:
     result = ula.explain(longformer("LongformerForMaskedLM"), INPUTS[name], method="rollout", target=-1)
     assert bool((result.scores[:, 6] > result.scores[:, :3].amax(1)).all()) and bool((result.scores[:, 7] == 0).all())
+
+
+def test_a_text_has_its_labels_and_words() -> None:
+    config = transformers.LongformerConfig(**(SIZES | {"vocab_size": VOCABULARY}), attention_window=10, pad_token_id=0)
+    model = randomize(transformers.LongformerForMaskedLM(config).eval())
+    result = ula.explain(model, PARIS, tokenizer=tokenizer(), method="rollout", target=-1)
+    length = len(tokenizer()(PARIS).input_ids)
+    assert length % 10 and result.tokens is not None and result.word_ids is not None
+    assert len(result.tokens[0]) == len(result.word_ids[0]) == result.scores.shape[1] == -(-length // 10) * 10
+    assert "".join(result.tokens[0][:length]).split() == PARIS.split()
+    assert set(result.word_ids[0][length:]) == {None}
+    words = result.words()
+    assert words.tokens is not None and [word.strip() for word in words.tokens[0]][:6] == PARIS.split()
 
 
 def test_tokens_that_a_prompt_adds_are_no_padding() -> None:

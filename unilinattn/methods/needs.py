@@ -76,13 +76,11 @@ def _maps(needs: "Needs") -> None:
         layer.operator.scoped_map()
 
 
-def _matrices(needs: "Needs") -> bool:
+def _matrices(needs: "Needs") -> None:
     """Try the gradient at the cores of each layer, by which its matrices are weighted."""
     for layer in needs.selected():
         core_mixers(layer)
-        if len(layer.core_pullback()(torch.zeros_like(layer.output))) != len(cores(layer)):
-            return False
-    return True
+        layer.core_pullback()(torch.zeros_like(layer.output))
 
 
 def _gradients(needs: "Needs") -> None:

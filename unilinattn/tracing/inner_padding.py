@@ -19,7 +19,7 @@ from unilinattn.tracing.layer import Layer
 MASK = "attention_mask"
 
 TEXTS = ("input_ids", "inputs_embeds")
-"""Arguments with the tokens of a text."""
+"""Ends of the names of arguments with the tokens of a text."""
 
 
 def padded_arguments(
@@ -31,7 +31,8 @@ def padded_arguments(
     from the end would be one of its tokens, and its scores would be those of a token of the text. The host runs on the
     longer arguments, ids or vectors, and the output for the tokens of the text has to be the same.
     """
-    texts = [arguments[name] for name in TEXTS if isinstance(arguments.get(name), Tensor)]
+    # The ids of a decoder, too, are those of a text, whose layers may be the only ones.
+    texts = [value for name, value in arguments.items() if name.endswith(TEXTS) and isinstance(value, Tensor)]
     shapes = {tuple(tensor.shape[:2]) for layer in layers for tensor in (layer.input, layer.output)}
     takes_mask = MASK in inspect.signature(model.forward).parameters
     if len(texts) != 1 or texts[0].ndim < 2 or len(shapes) != 1 or not takes_mask:
