@@ -252,6 +252,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = [row for row in record["rows"] if row["outcome"] == "works"]
     chosen = [row for row in rows if re.search(options.pattern, f"{row['task']}: {row['class']}")]
     cases = [Case(row["task"], row["type"], row["class"]) for row in chosen]
+    if not cases:
+        parser.error(f"no class of the sweep that works, and no task, matches {options.pattern!r}")
     torch.set_num_threads(1)
     count = 0
     with warnings.catch_warnings(), quiet_hosts():

@@ -99,3 +99,9 @@ def test_the_command_counts_the_messages(monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.setattr(laws, "METHODS", {"logit": {}})
     assert laws.main([": LlamaForCausalLM$", "--jobs", "1"]) == 0
     assert capsys.readouterr().out == "1 classes, 0 messages.\n"
+
+
+def test_a_pattern_that_finds_no_class_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        laws.main(["LlamaForCasualLM"])
+    assert ended.value.code == 2 and "matches 'LlamaForCasualLM'" in capsys.readouterr().err
