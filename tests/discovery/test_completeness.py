@@ -177,16 +177,21 @@ def test_as_many_tokens_as_channels_are_told_apart_before_and_after_a_turn() -> 
         ula.trace(Layers(before=begun(), between=Of(packed)).eval(), SQUARE)
 
 
-def test_an_encoder_of_as_many_frames_as_channels_is_traced() -> None:
+@pytest.mark.parametrize("leaks", [False, True])
+def test_an_encoder_of_as_many_frames_as_channels_is_traced(leaks: bool) -> None:
+    """What mixes tokens between the turn of the axes and the first layer is not missed."""
     sizes = dict(d_model=16, encoder_layers=2, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2)
     sizes |= dict(encoder_ffn_dim=8, decoder_ffn_dim=8, num_mel_bins=4, max_source_positions=16)
     special = dict(vocab_size=20, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1)
+    torch.manual_seed(0)
     model = randomize(transformers.WhisperModel(transformers.WhisperConfig(**sizes, **special)).eval())
+    block = model.encoder.layers[0]
+    if leaks:
+        block.self_attn_layer_norm = nn.Sequential(block.self_attn_layer_norm, Of(packed))
     inputs = {"input_features": torch.randn(1, 4, 32), "decoder_input_ids": torch.tensor([[1, 5, 6]])}
-    assert [tuple(layer.output.shape) for layer in ula.trace(model, inputs).layers] == [
-        *[(1, 16, 16)] * 2,
-        *[(1, 3, 16)] * 2,
-    ]
+    layers = ula.trace(model, inputs).layers
+    assert [tuple(layer.output.shape) for layer in layers] == [*[(1, 16, 16)] * 2, *[(1, 3, 16)] * 2]
+    assert layers[0].name == ("encoder.layers.0" if leaks else "encoder.layers.0.self_attn")
 
 
 def test_arbitrary_memory_as_an_unused_argument_is_not_mixing() -> None:
