@@ -97,10 +97,10 @@ def test_a_tensor_with_a_logit_for_each_id_has_logits(wrap: Callable[[Tensor], A
             r"\(2, 5, 8\) that it returns would be logits if its last axis had one for each",
         ),
         (
-            lambda logits: (logits[:, -1:], None),
+            lambda logits: (logits[:1], None),
             r"have 2 sequences of 5 tokens.* such as lambda out: out\[0\]\[:, 0, 1\]",
         ),
-        (lambda logits: logits[:, -1:], r"such as lambda out: out\[:, 0, 1\]"),
+        (lambda logits: logits[:1], r"such as lambda out: out\[:, 0, 1\]"),
     ],
 )
 def test_another_tensor_has_no_logits_and_the_error_names_its_shape(
@@ -116,8 +116,37 @@ def yolos() -> tuple[nn.Module, dict[str, Tensor]]:
     return model_of("YolosForObjectDetection", "YolosConfig", **sizes), {"pixel_values": torch.randn(2, 3, 8, 8)}
 
 
-@pytest.mark.parametrize("method", ["logit", "lrp", "gradient", "knockout", "occlusion", "attribution"])
-def test_logits_of_other_positions_than_the_tokens_need_a_function(method: str) -> None:
+@pytest.mark.parametrize("method", ["logit", "lrp", "attn_lrp", "gradient", "occlusion"])
+def test_a_target_names_a_row_of_logits_that_are_not_those_of_tokens(method: str) -> None:
+    model, inputs = yolos()
+    trace = ula.trace(model, inputs, progress=False)
+    options = {"measure": "logit"} if method == "attn_lrp" else {}
+    result = ula.explain(trace, method=method, target=[1, -1], logit=2, progress=False, **options)
+    assert "the logit 2 in row 1, 2 in row 2" in repr(result)
+    for sequence, row in enumerate((1, 2)):
+        image = {"pixel_values": inputs["pixel_values"][sequence : sequence + 1]}
+        named = ula.explain(model, image, method=method, logit=lambda out, row=row: out.logits[:, row, 2], **options)
+        torch.testing.assert_close(named.scores[0], result.scores[sequence], rtol=1e-3, atol=1e-5)
+
+
+def test_the_prediction_of_a_row_of_logits_is_explained_by_its_log_odds() -> None:
+    model, inputs = yolos()
+    result = ula.explain(model, inputs, target=1, progress=False)
+    with torch.no_grad():
+        logits = model(**inputs).logits[:, 1].double()
+    best = logits.amax(-1)
+    expected = best - (logits.exp().sum(-1) - best.exp()).log()
+    assert result.method == "lrp"
+    close(result.extras["logit"], expected)
+    parts = result.scores.double().sum(1) + result.extras["bias"] + result.extras["remainder"]
+    close(parts, result.extras["logit"])
+    assert "log-odds of logit" in repr(result)
+    with pytest.raises(InputError, match="target 3 is out of range: sequence 0 has 3 real positions"):
+        ula.explain(model, inputs, target=3, progress=False)
+
+
+@pytest.mark.parametrize("method", ["knockout", "attribution"])
+def test_methods_that_read_rows_of_tokens_need_a_function_for_other_logits(method: str) -> None:
     model, inputs = yolos()
     trace = ula.trace(model, inputs, progress=False)
     # Position 1 exists among both, and means another token.

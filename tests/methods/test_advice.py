@@ -105,12 +105,12 @@ def test_without_a_residual_stream_alti_works_on_the_output() -> None:
 
 def test_a_model_without_logits_is_told_a_function_that_works() -> None:
     with pytest.raises(InputError, match=re.escape("lambda out: out.last_hidden_state[:, -1, 0]")):
-        ula.explain(traced("ViT"), method="logit", target=-1)
+        ula.explain(traced("ViT"), method="contribution", target=-1)
 
     def function(out: Any) -> torch.Tensor:
         return out.last_hidden_state[:, -1, 0]
 
-    for name in ("logit", "knockout", "occlusion"):
+    for name in ("contribution", "knockout", "occlusion"):
         assert ula.explain(traced("ViT"), method=name, logit=function, target=-1).method == name
 
 

@@ -252,4 +252,4 @@ def test_invalid_options_are_refused() -> None:
     with pytest.raises(InputError, match="logit 999 is out of range"):
         ula.explain(host_trace, method="alti_logit", target=-1, logit=999)
     with pytest.raises(InputError, match="returns no logits"):
-        ula.explain(HOSTS["mamba2"].model().base_model, inputs(), method="alti_logit")
+        ula.explain(HOSTS["mamba2"].model().base_model, inputs(), method="alti_logit", logit=3)

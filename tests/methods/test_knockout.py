@@ -226,4 +226,4 @@ def test_models_without_logits_are_refused() -> None:
     model = host("mamba").model().backbone
     found = trace(model, host("mamba").inputs())
     with pytest.raises(InputError, match="no logits; give `logit` as a function of its output"):
-        explain(found, method="knockout", target=-1)
+        explain(found, method="knockout", measure="log-probability", target=-1)

@@ -172,7 +172,7 @@ def test_invalid_inputs_are_refused() -> None:
     with pytest.raises(InputError, match="target 99 is out of range"):
         ula.explain(trace, method="logit", target=99)
     with pytest.raises(InputError, match="returns no logits; give `logit` as a function"):
-        ula.explain(HOSTS["mamba2"].model().base_model, inputs(), method="logit")
+        ula.explain(HOSTS["mamba2"].model().base_model, inputs(), method="logit", logit=3)
 
 
 @pytest.mark.parametrize("model", ["mamba", "mamba2", "transformer"])

@@ -187,14 +187,18 @@ def scaled_stream() -> Trace:
     return trace(model.eval(), inputs)
 
 
-def test_layers_that_cannot_be_composed_are_explained_one_by_one_with_a_warning() -> None:
+def test_where_layers_cannot_be_composed_the_length_of_the_output_is_explained_with_a_warning() -> None:
     host_trace = scaled_stream()
     with pytest.warns(UserWarning, match=r"alti composed over all layers.* does not work here: alti needs the stream"):
         result = explain(host_trace, target=-1)
-    named = explain(host_trace, target=-1, method="latim")
-    assert result.method == "latim" and torch.equal(result.scores, named.scores)
-    assert [note for note in result.warnings if "one by one, by latim" in note]
-    with pytest.warns(UserWarning, match="one by one"):
+    named = explain(host_trace, target=-1, method="attn_lrp", split="thirds")
+    assert result.method == "attn_lrp" and torch.equal(result.scores, named.scores)
+    assert [note for note in result.warnings if "This is attn_lrp of the length of out.last_hidden_state at" in note]
+
+
+def test_options_of_layers_leave_the_layers_one_by_one() -> None:
+    host_trace = scaled_stream()
+    with pytest.warns(UserWarning, match="one by one, by latim"):
         assert explain(host_trace, target=-1, layers=["layers.0.self_attn"]).layers == ("layers.0.self_attn",)
     with pytest.raises(UncoveredError, match="alti needs the stream"):
         explain(host_trace, target=-1, residual=True)
@@ -204,7 +208,7 @@ def test_layers_that_cannot_be_composed_are_explained_one_by_one_with_a_warning(
 def test_of_layers_of_several_streams_the_largest_group_is_explained() -> None:
     model = transformers.CanineModel(tiny_config(transformers.CanineConfig)).eval()
     with pytest.warns(UserWarning, match=r"These are 3 of the 6 layers one by one, by latim"):
-        result = explain(model, torch.arange(3, 10)[None], target=-1)
+        result = explain(model, torch.arange(3, 10)[None], target=-1, activation="exact")
     assert len(result.layers) == 3
 
 
@@ -214,7 +218,7 @@ def test_a_target_among_the_tokens_of_windows_is_refused() -> None:
     model = transformers.RfDetrDinov2Backbone(transformers.RfDetrDinov2Config(**sizes)).eval()
     host_trace = trace(model, torch.randn(1, 3, 28, 28))
     with pytest.raises(UncoveredError, match=r"runs on \d+ windows of \d+ tokens, and a target counts the \d+ tokens"):
-        explain(host_trace, target=-1)
+        explain(host_trace, method="latim", target=-1)
     assert explain(host_trace).scores.isfinite().all()
 
 
@@ -226,7 +230,7 @@ def test_a_model_outside_a_method_is_refused_with_the_methods_that_work(ask: Cal
     message = str(refusal.value)
     assert ("'alti' composed over all layers" in message) == (ask is estimate)
     named = re.findall(r"'(\w+)'", message.partition("Methods that work here")[2])
-    assert named == ["latim", "raw", "rollout"]
+    assert {"latim", "raw", "rollout", "lrp"} <= set(named)
     for name in named:
         assert getattr(ask, "func", ask)(host_trace, method=name, target=-1).method == name
 

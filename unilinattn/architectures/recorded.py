@@ -16,7 +16,7 @@ from unilinattn.call.axes import as_tokens, in_shape
 from unilinattn.call.copies import copied
 from unilinattn.call.exactness import layer_tolerance, relative_error
 from unilinattn.call.functions import plain_functions
-from unilinattn.call.nested import mapped, tensors
+from unilinattn.call.nested import mapped, tensors, unlisted
 from unilinattn.errors import UncoveredError
 from unilinattn.mixers import Gather
 from unilinattn.operator.flow import Flow
@@ -107,9 +107,10 @@ def recorded_stages(call: Call) -> Flow:
     """Return the stages of a module, which need not mix tokens."""
     module, arguments = _promoted(call)
     is_live = call.input.requires_grad
-    entered = next((v for v in arguments.values() if _has_tokens(v) and v.numel() == call.input.numel()), None)
+    tensors_given = unlisted(arguments)
+    entered = next((v for v in tensors_given.values() if _has_tokens(v) and v.numel() == call.input.numel()), None)
     axes = 3 if entered is None else entered.ndim
-    streams = {name: value for name, value in arguments.items() if _is_stream(value, axes)}
+    streams = {name: value for name, value in tensors_given.items() if _is_stream(value, axes)}
     fitting = [name for name, value in streams.items() if value.numel() == call.input.numel()]
     if not fitting:
         raise UncoveredError(f"{_named(call)}: none of its arguments is (batch, token, channel).")
@@ -124,7 +125,7 @@ def recorded_stages(call: Call) -> Flow:
         recorded_input = streams[first]
         arguments, streams = mapped((arguments, streams), lambda t: read if t is recorded_input else t)
     inputs = _distinct({"x": streams.pop(first), **streams})
-    factors = {name: value for name, value in arguments.items() if name != first and name not in streams}
+    factors = {name: value for name, value in unlisted(arguments).items() if name != first and name not in streams}
     recording = Recording(module, inputs, factors)
     try:
         with torch.set_grad_enabled(is_live), plain_functions(module), visible_functions(module), recording:

@@ -38,9 +38,9 @@ def axes_of(module: nn.Module, entered: Tensor, output: Tensor) -> Axes | None:
 def channel_axis(module: nn.Module, shape: Sequence[int], writes: bool = False) -> int | None:
     """Return the axis of channels of a tensor that a module reads, or of one that it `writes`, None for neither axis.
 
-    The axis has a number of channels that one of its layers has. Where both axes have one, it is that of the first
-    layer that reads one, or the last that writes one; of axes of the same size convolutions and pools have channels in
-    the second, linear layers and norms in the last.
+    The axis has a number of channels that one of its layers has. Where both axes have one, an image has as many rows as
+    columns, or else it is that of the first layer that reads one, or the last that writes one; of axes of the same size
+    convolutions and pools have channels in the second, linear layers and norms in the last.
     """
     if isinstance(module, POOLS):
         return 1
@@ -48,6 +48,8 @@ def channel_axis(module: nn.Module, shape: Sequence[int], writes: bool = False) 
     projected = _sizes(module, "in_features", "out_features", "normalized_shape")
     second, last = shape[1], shape[-1]
     if second != last and {second, last} <= convolved | projected:
+        if len(shape) == 4 and shape[2] in (second, last):
+            return 1 if shape[2] == last else -1
         names = WRITTEN if writes else READ
         layers = [_size(layer, names) for layer in module.modules()]
         first = next((size for size in (layers[::-1] if writes else layers) if size in (second, last)), None)

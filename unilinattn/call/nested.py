@@ -37,6 +37,27 @@ def _collect(value: Any, into: list[Tensor]) -> None:
         _collect(vars(value), into)
 
 
+def unlisted(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments by name, of lists their tensors, such as the feature maps "maps[0]" and "maps[1]"."""
+    flat: dict[str, Any] = {}
+    for name, value in arguments.items():
+        is_list = type(value) in (tuple, list) and any(isinstance(item, Tensor) for item in value)
+        flat |= {f"{name}[{index}]": item for index, item in enumerate(value)} if is_list else {name: value}
+    return flat
+
+
+def exchanged(arguments: Mapping[str, Any], old: Tensor | None, new: Tensor) -> dict[str, Any]:
+    """Return arguments by name with another tensor in place of one of them, or of one in a list."""
+
+    def exchange(value: Any) -> Any:
+        return new if value is old else value
+
+    lists = {
+        name: type(value)(map(exchange, value)) for name, value in arguments.items() if type(value) in (tuple, list)
+    }
+    return {name: lists[name] if name in lists else exchange(value) for name, value in arguments.items()}
+
+
 def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """Return the same nesting with `function` applied to every tensor."""
     if type(value) in PLAIN:

@@ -7,17 +7,16 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from unilinattn.call.exactness import layer_tolerance
-from unilinattn.call.nested import mapped, tensors
+from unilinattn.call.nested import mapped, unlisted
 from unilinattn.errors import UncoveredError
 from unilinattn.host.isolation import isolated
 from unilinattn.host.module_calls import layer_input
-from unilinattn.host.recorder import MAIN
 from unilinattn.memory import return_free_pages
 from unilinattn.mixers import CoreMixer, Reversed, Toeplitz
 from unilinattn.operator.flow import Flow, evaluated_by
@@ -25,6 +24,7 @@ from unilinattn.operator.stages import WHOLE, Branch, Matrix, Mix, Scale, Stage,
 from unilinattn.registry import UNREGISTERED, architecture_of
 from unilinattn.rules.gamma import emphasised
 from unilinattn.tracing.layer import Layer
+from unilinattn.tracing.token_streams import others_returned, returns_maps
 
 
 def require_transparent(layers: Sequence[Layer]) -> None:
@@ -49,12 +49,12 @@ def without_operator(layers: Sequence[Layer]) -> frozenset[Layer]:
 
 
 def _returns_more(layer: Layer) -> bool:
-    """Tell whether a recorded layer returned vectors of its output's width beside it, which are no weights."""
+    """Tell whether a recorded layer returned vectors of its output's width beside it, or feature maps."""
     width = layer.output.shape[-1]
-    others = (x for x in tensors(layer.structure) if x is not MAIN and not isinstance(x, nn.Parameter))
     # The channels of images are their second axis, and those of a class token beside them are its last.
-    vectors = (x for x in others if x.is_floating_point() and x.ndim == 3 and width in x.shape[1:])
-    return layer.architecture == UNREGISTERED and any(x.shape[1] != x.shape[2] for x in vectors)
+    vectors = (x for x in others_returned(layer) if x.ndim == 3 and width in x.shape[1:])
+    is_recorded = layer.architecture == UNREGISTERED
+    return is_recorded and (any(x.shape[1] != x.shape[2] for x in vectors) or returns_maps(layer))
 
 
 def shares_values(layer: Layer) -> bool:
@@ -143,25 +143,43 @@ def _port_values(layer: Layer, arguments: Mapping[str, Any]) -> dict[str, Tensor
     first = layer_input(arguments.values())
     if first is None:
         raise UncoveredError(f"{layer.name} was called without vectors of tokens in this run.")
-    if tuple(layer.ports) == ("x",):
+    if tuple(layer.ports) == ("x",) and layer.prefix_error is not None:
         return {"x": first}
-    values = {}
+    if tuple(layer.ports) == ("x",):
+        recorded = layer.input
+        _require_recorded(layer, "its input", layer.as_read(first.detach().to(recorded), recorded.shape), recorded)
+        return {"x": first}
+    values, arguments = {}, unlisted(arguments)
     for port, recorded in layer.operator.inputs.items():
         matching = (
             name
-            for name, value in layer.arguments.items()
+            for name, value in unlisted(layer.arguments).items()
             if isinstance(value, Tensor)
             and value.numel() == recorded.numel()
-            and value.shape[-1] == recorded.shape[-1]
-            and torch.equal(value.detach().to(recorded).reshape(recorded.shape), recorded)
+            and (layer.axes.inputs == 1 or value.shape[-1] == recorded.shape[-1])
+            and torch.equal(_as_port(layer, value.detach().to(recorded), recorded), recorded)
         )
         name = next(matching, None)
         if name is None or not isinstance(arguments.get(name), Tensor):
             raise UncoveredError(f"{layer.name}: the tensor of its port {port!r} is none of its arguments.")
-        # Several sequences, such as the tiles of an image, may be read as one.
-        values[port] = arguments[name].reshape(recorded.shape)
-        _require_recorded(layer, name, values[port].detach().to(recorded), recorded)
+        read = _as_port(layer, arguments[name], recorded)
+        _require_recorded(layer, repr(name), read.detach().to(recorded), recorded)
+        values[port] = arguments[name] if _is_in_order(layer, arguments[name], recorded) else read
     return values
+
+
+def _as_port(layer: Layer, value: Tensor, recorded: Tensor) -> Tensor:
+    """Return an argument as the vectors of tokens of a port.
+
+    Several sequences, such as the tiles of an image, may be read as one.
+    """
+    is_in_order = _is_in_order(layer, value, recorded)
+    return layer.as_read(value, recorded.shape) if is_in_order else value.reshape(recorded.shape)
+
+
+def _is_in_order(layer: Layer, value: Tensor, recorded: Tensor) -> bool:
+    """Tell whether an argument has the axes of a layer's input: channels second, or tokens before sequences."""
+    return layer.axes.inputs == 1 or (value.ndim == 3 and value.shape[:2] == recorded.shape[:2][::-1])
 
 
 def _require_recorded(layer: Layer, name: str, value: Tensor, recorded: Tensor) -> None:
@@ -172,7 +190,7 @@ def _require_recorded(layer: Layer, name: str, value: Tensor, recorded: Tensor) 
     missing = float((value - recorded).norm())
     if not missing <= max(layer_tolerance(layer.precision), layer_tolerance(torch.float32)) * float(recorded.norm()):
         raise UncoveredError(
-            f"{layer.name} reads {name!r}, whose value is not that of the trace: an earlier layer returned it in "
+            f"{layer.name} reads {name}, whose value is not that of the trace: an earlier layer returned it in "
             "addition to its output, and the adapter of that layer does not compute it (`shared_values` of "
             "register_architecture)."
         )

@@ -11,7 +11,6 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from unilinattn.call.axes import as_tokens, in_shape
 from unilinattn.errors import UncoveredError
 from unilinattn.frozen.layers import require_transparent
 from unilinattn.frozen.shares import Stream
@@ -25,7 +24,7 @@ from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.lookups import TokenIds
 from unilinattn.tracing.token_source import Source, find_sources, require_alone, without_lookups
 from unilinattn.tracing.token_streams import TokenStream
-from unilinattn.tracing.tokens import TokenCall, blocks_of, first_stream
+from unilinattn.tracing.tokens import TokenArgument, TokenCall, blocks_of, first_stream
 from unilinattn.tracing.trace import Target, Trace
 
 Pass = TypeVar("Pass", bound="TokenPass")
@@ -140,8 +139,8 @@ class TokenPass(Observer[BlockCall]):
         """Return the model's arguments; those that have the tokens' vectors are leaves."""
         arguments = dict(self._spec.arguments)
         for number, source in enumerate(self._spec.sources):
-            if isinstance(source.origin, str):
-                arguments[source.origin] = self.leaf(number, arguments[source.origin])
+            if isinstance(source.origin, TokenArgument):
+                arguments[source.origin.name] = self.leaf(number, arguments[source.origin.name])
         return arguments
 
     def known_product(self, module: nn.Module, host: Forward) -> Forward | None:
@@ -179,19 +178,16 @@ class TokenPass(Observer[BlockCall]):
 
     def leaf(self, number: int, vectors: Tensor) -> Tensor:
         """Return tokens' vectors as a leaf of the graph; the host may write into the copy that it gets."""
-        origin, axis = self._spec.sources[number].origin, -1
-        if isinstance(origin, TokenCall):
-            origin.require_same(vectors)
-            axis = origin.axis
+        origin = self._spec.sources[number].origin
         # Ids may be looked up in another shape, and windows are sequences of the layers.
         by_token = vectors
-        if isinstance(origin, TokenCall):
-            by_token = as_tokens(vectors, axis=axis).reshape(*self._spec.sources[number].stream.shape, -1)
+        if origin is not None:
+            origin.require_same(vectors)
+            by_token = origin.tokens(vectors).reshape(*self._spec.sources[number].stream.shape, -1)
         self.leaves[number].append(by_token.detach().clone().requires_grad_())
         carried = self.leaves[number][-1].clone()
-        if by_token is not vectors:
-            windows = as_tokens(vectors, axis=axis).shape
-            carried = in_shape(carried.reshape(windows), vectors.shape, axis)
+        if origin is not None and by_token is not vectors:
+            carried = origin.in_host(carried.reshape(origin.tokens(vectors).shape))
         return carried
 
     def marker(self) -> Callable[[Any, Any, Any], Any]:
@@ -236,7 +232,7 @@ class TokenRun:
     def grid(self) -> tuple[int, int] | None:
         """The (rows, columns) of the tokens, if they are those of an image that enters the first block."""
         origin = self._spec.sources[0].origin
-        return origin.grid if isinstance(origin, TokenCall) and len(self._spec.sources) == 1 else None
+        return origin.grid if origin is not None and len(self._spec.sources) == 1 else None
 
 
 Run = TypeVar("Run")

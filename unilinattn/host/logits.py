@@ -44,6 +44,11 @@ def logits_at(
     return {**arguments, KEEP: wanted.to(ids.device) if isinstance(ids, Tensor) else wanted}
 
 
+def keeps_logits(model: nn.Module) -> bool:
+    """Tell whether a model accepts `logits_to_keep`, so that a run may compute the logits of some positions only."""
+    return _accepts_keep(type(model).forward)
+
+
 def plain_sizes(model: nn.Module) -> frozenset[int]:
     """Return the sizes of the last axis by which a tensor (batch, position, token) has the logits of a model's ids.
 
@@ -131,7 +136,7 @@ def _keeps_logits_only(model: nn.Module) -> bool:
 
     A classifier picks its token among the kept ones, and Gemma 4 computes its last layers at kept positions only.
     """
-    if not _accepts_keep(type(model).forward):
+    if not keeps_logits(model):
         return False
     modules = [module for module in model.modules() if _accepts_keep(type(module).forward)]
     heads = (getattr(module, "get_output_embeddings", lambda: True) for module in modules)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -202,10 +203,13 @@ def first_tensor(values: Any, *, axes: int = 3) -> Tensor | None:
 def layer_input(values: Iterable[Any]) -> Tensor | None:
     """Return the tensor that a layer reads among its arguments: the first one of tokens, by default of packed ones.
 
-    Packed tokens, (token, channel), are those of all sequences in one axis.
+    Packed tokens, (token, channel), are those of all sequences in one axis. A list of feature maps is read from its
+    first one on, if no other tensor has tokens.
     """
     values = list(values)
-    return next((x for axes in (3, 2) if (x := first_tensor(values, axes=axes)) is not None), None)
+    lists = chain.from_iterable(value for value in values if type(value) in (tuple, list))
+    tries = ((values, 3), (list(lists), 3), (values, 2))
+    return next((x for listed, axes in tries if (x := first_tensor(listed, axes=axes)) is not None), None)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -9,7 +9,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from unilinattn.errors import InputError, OptionError
-from unilinattn.host.logits import Logit, chosen_ids, one_each, picked, relative
+from unilinattn.host.logits import Logit, chosen_ids, picked, relative
+from unilinattn.host.scalars import OutputScalar, values_of
 from unilinattn.kernels.precision import full_precision
 from unilinattn.methods.doubts import is_decoder
 from unilinattn.options.bases import Relative
@@ -204,6 +205,7 @@ def _values(
     log_odds = isinstance(explained.logit, Relative) and explained.logit.measure == "log-odds"
     name = "the difference of two logits" if pair else "the log-odds" if log_odds else "the logit"
     name = "the function of the output" if callable(explained.logit) else name
+    name = repr(explained.logit) if isinstance(explained.logit, OutputScalar) else name
     present = [log_p for log_p in log_ps if log_p is not None]
     return name, torch.cat(values), torch.cat(present) if present else None
 
@@ -214,7 +216,7 @@ def _of_run(
     """Return the explained value and the log probability, if there is one, of each sequence of a run."""
     logit, count = explained.logit, run.tokens[0]
     if callable(logit):
-        return one_each(logit(run.output), count).double(), None
+        return values_of(logit, run.output, torch.full((count,), explained.sequence, device="cpu")).double(), None
     logits = run.logits(targets).reshape(count, -1).double()
     token = logit.logit if isinstance(logit, Relative) else logit
     if token is None:

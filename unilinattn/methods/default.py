@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from unilinattn.errors import OptionError
 from unilinattn.methods.needs import REFUSALS
+from unilinattn.methods.targets import explained_options
 from unilinattn.mixers import Dense
 from unilinattn.operator.stages import Mix, walk
 from unilinattn.options import Alti, AttnLrp, Logit, Lrp, Options
@@ -50,11 +52,16 @@ def chosen_method(name: str | None, options: dict[str, Any], traced: Trace) -> t
         return registered(name), options
     if not traced.explained_logit.exists and options.get("logit") is None:
         return registered(COMPOSED.name), {**COMPOSED.keywords, **options}
-    default = CAUSAL if _attends_causally(traced.layers) else OTHER
+    default = _of_scalar(traced)
     fields = options.keys() - type(default).model_fields.keys()
     if fields and options.keys() <= SHARES.model_fields.keys():
         return registered(SHARES.name), options
     return registered(default.name), {**default.keywords, **options}
+
+
+def _of_scalar(traced: Trace) -> Options:
+    """Return the default method of a model whose explained number is known."""
+    return CAUSAL if _attends_causally(traced.layers) else OTHER
 
 
 def _attends_causally(layers: Sequence[Layer]) -> bool:
@@ -92,17 +99,34 @@ def _is_causal(mixer: Dense, mask: Bool[Tensor, "batch query"] | None) -> bool:
     return not bool(rows.triu(1).any())
 
 
+Run = Callable[[Method, Trace, Target | None, Mapping[str, Any]], Attribution]
+"""Runs a method on a trace, a target and options."""
+
+
+def by_vectors(
+    run: Run, traced: Trace, target: Target | None, options: dict[str, Any], refusal: Exception
+) -> tuple[Attribution, dict[str, Any]]:
+    """Return the result of the default for a known number on the length of the output's vectors, and its options.
+
+    If that works neither, or if `options` has some that it does not know, the result is that of `by_layer`.
+    """
+    method = registered(_of_scalar(traced).name)
+    more = {name: value for name, value in options.items() if COMPOSED.keywords.get(name) != value}
+    selected = explained_options(traced, method, target, {**_of_scalar(traced).keywords, **more})
+    if selected.get("logit") is not None:
+        with suppress(OptionError, *REFUSALS):
+            result = run(method, traced, target, selected)
+            note = f"This is {method.name} of {selected['logit']!r}."
+            return _in_place(result, refusal, note), selected
+    return by_layer(run, traced, target, options, refusal), options
+
+
 def by_layer(
-    run: Callable[..., Attribution],
-    traced: Trace,
-    target: Target | None,
-    options: Mapping[str, Any],
-    refusal: Exception,
+    run: Run, traced: Trace, target: Target | None, options: Mapping[str, Any], refusal: Exception
 ) -> Attribution:
     """Return the result of the first method of `SINGLE` that works; raise the refusal of the default if none does.
 
-    `run` runs a method on a trace, a target and options. If no method takes all layers, the largest group with equal
-    tokens is explained.
+    If no method takes all layers, the largest group with equal tokens is explained.
     """
     single = {name: value for name, value in options.items() if COMPOSED.keywords.get(name) != value}
     group = [] if "layers" in options else [{"layers": list(each)} for each in stream_groups(traced)[:1]]
@@ -111,15 +135,20 @@ def by_layer(
             result = run(method, traced, target, {**single, **selected})
         except (OptionError, *REFUSALS):
             continue
-        reason = str(refusal).partition(". ")[0].rstrip(".")
         count = f"{len(result.layers)} of the {len(traced.layers)}" if selected else "the"
-        note = (
-            f"{COMPOSED.name} composed over all layers, the default for a model without logits, does not work here: "
-            f"{reason}. These are {count} layers one by one, by {method.name}."
-        )
-        warnings.warn(note, UserWarning, stacklevel=3)
-        return replace(result, warnings=(*result.warnings, note))
+        return _in_place(result, refusal, f"These are {count} layers one by one, by {method.name}.")
     raise refusal
+
+
+def _in_place(result: Attribution, refusal: Exception, note: str) -> Attribution:
+    """Return a result in place of the default's, with a warning that says why; it is given, too."""
+    reason = str(refusal).partition(". ")[0].rstrip(".")
+    note = (
+        f"{COMPOSED.name} composed over all layers, the default for a model without logits, does not work here: "
+        f"{reason}. {note}"
+    )
+    warnings.warn(note, UserWarning, stacklevel=4)
+    return replace(result, warnings=(*result.warnings, note))
 
 
 def default_note(method: Method, named: str | None) -> str:

@@ -19,6 +19,7 @@ from unilinattn.frozen.run import frozen
 from unilinattn.host.isolation import in_gradient_mode
 from unilinattn.host.logits import Logit
 from unilinattn.kernels.precision import full_precision
+from unilinattn.methods.targets import explained_options
 from unilinattn.operator.edges import Outgoing
 from unilinattn.options.base import Need
 from unilinattn.registry import Method, list_methods
@@ -269,9 +270,16 @@ def advised(
 ) -> Iterator[None]:
     """Add a note and `advice` to the refusal of a method; with `costed` only methods with an estimate are named."""
 
+    def number(name: str) -> Logit:
+        given = {"logit": options.get("logit")}
+        logit: Logit = explained_options(trace, list_methods()[name], target, given)["logit"]
+        return logit
+
     def accepted(name: str) -> bool:
-        refused = name == method.name and not options.keys() - {"logit"}
-        return not refused and not (costed and list_methods()[name].cost is None)
+        refused, other = name == method.name and not options.keys() - {"logit"}, list_methods()[name]
+        # What `logit` explains where a target names no logit is no number for every method.
+        is_known = "logit" not in (other.needs or ()) or type(number(name)) is type(number("logit"))
+        return is_known and not refused and not (costed and other.cost is None)
 
     try:
         yield
@@ -279,7 +287,7 @@ def advised(
         refusal = error if isinstance(error, REFUSALS) else _of_backward_pass(error, trace)
         if refusal is None:
             raise
-        raise type(refusal)(f"{refusal} {note}{advice(trace, target, options.get('logit'), accepted)}") from error
+        raise type(refusal)(f"{refusal} {note}{advice(trace, target, number('logit'), accepted)}") from error
 
 
 def _of_backward_pass(error: Exception, trace: Trace) -> UncoveredError | None:

@@ -14,11 +14,11 @@ from unilinattn.host.products import recorded_products
 from unilinattn.kernels.precision import full_precision
 from unilinattn.memory import max_memory as limited_to
 from unilinattn.methods.check import Checker
-from unilinattn.methods.default import COMPOSED, by_layer, chosen_method, default_note
+from unilinattn.methods.default import COMPOSED, by_vectors, chosen_method, default_note
 from unilinattn.methods.doubts import head_underflow, warn_of_sinks
 from unilinattn.methods.labelled import Tokens, with_labels
 from unilinattn.methods.needs import REFUSALS, advised
-from unilinattn.methods.targets import NamedTarget, logit_of, position_of
+from unilinattn.methods.targets import NamedTarget, explained_options, logit_of, position_of
 from unilinattn.options import AltiLogit, AttnLrp, Logit, Lrp, Options
 from unilinattn.options.base import refuse_class
 from unilinattn.progress import bars
@@ -97,13 +97,14 @@ def explain(
         target, options = _by_position(traced, tokenizer, target, options)
         entry, options = chosen_method(name, options, traced)
         advice = advised(traced, target, entry, options, note=default_note(entry, name))
+        options = explained_options(traced, entry, target, options)
         with traced.weights.compared(), advice:
             try:
                 result = run_method(entry, traced, target, options)
             except REFUSALS as refusal:
                 if name is not None or entry.name != COMPOSED.name:
                     raise
-                result = by_layer(run_method, traced, target, options, refusal)
+                result, options = by_vectors(run_method, traced, target, options, refusal)
             finally:
                 traced.products = None
         result = with_labels(result, traced, tokens, tokenizer, grid)
@@ -153,6 +154,7 @@ def estimate(
         assert entry.cost is not None
         note = default_note(entry, name)
         with advised(traced, target, entry, options, note=note, costed=True), full_precision():
+            options = explained_options(traced, entry, target, options)
             return replace(entry.cost(traced, target=target, **options), trace=trace_bytes(traced))
 
 
@@ -210,6 +212,7 @@ def compare(
                 entry = registered(method)
                 position, keywords = _by_position(traced, tokenizer, target, keywords)
                 with advised(traced, position, entry, keywords):
+                    keywords = explained_options(traced, entry, position, keywords)
                     result = run_method(entry, traced, position, keywords)
                 results[model][label] = warn_of_sinks(with_labels(result, traced, tokens, tokenizer, grid), traced)
     return Comparison(results)

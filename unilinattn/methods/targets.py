@@ -1,16 +1,20 @@
-"""Targets and logits named by text, turned into the positions and ids that methods take."""
+"""Targets and logits named by text, and the explained number of outputs without logits of tokens."""
 
 import re
 from typing import Any
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from unilinattn.errors import InputError
 from unilinattn.host.inputs import is_encoder_decoder
 from unilinattn.host.labels import token_text
-from unilinattn.host.logits import chosen_ids
+from unilinattn.host.logits import chosen_ids, keeps_logits, positions_of
+from unilinattn.host.scalars import RowLogit, VectorLength, vectors_in
 from unilinattn.host.text import token_id
+from unilinattn.options.base import Need
+from unilinattn.registry import Method
 from unilinattn.tracing.trace import Target, Trace
 
 NamedTarget = Target | str | re.Pattern[str]
@@ -57,6 +61,64 @@ def logit_of(logit: Any, tokenizer: Any) -> Any:
     if tokenizer is None:
         raise InputError(f"logit {logit!r} is a text; give the id of a token, or also tokenizer=.")
     return token_id(tokenizer, logit)
+
+
+OF_GRADIENTS: frozenset[Need] = frozenset({"gradients", "embedding gradients"})
+"""Needs of methods by the model's gradient: that of a vector's length is zero behind a norm, which keeps the length."""
+
+OF_ROWS: frozenset[Need] = frozenset({"layers", "composition"})
+"""Needs of methods that read off the rows of a target, which are tokens, beside its logit."""
+
+
+def explained_options(trace: Trace, method: Method, target: Target | None, options: dict[str, Any]) -> dict[str, Any]:
+    """Return options that name the explained number where a target names no row of logits.
+
+    Without logits it is the length of the output's vector at the target, or of the whole output where the target names
+    none of its rows, for methods that do not read the model's gradient; for logits of other things than tokens, such as
+    object queries, the logit of the target's row.
+    """
+    logit = options.get("logit")
+    if method.options is None or "logit" not in method.options.model_fields or callable(logit):
+        return options
+    measure = options.get("measure", getattr(method.options.model_fields.get("measure"), "default", "logit"))
+    if measure == "log-probability":
+        return options
+    explained = trace.explained_logit
+    if not explained.exists:
+        has_value = logit is None and not OF_GRADIENTS.intersection(method.needs or ())
+        scalar = _vector_length(trace, target) if has_value else None
+        return options if scalar is None else {**options, "logit": scalar}
+    logits, (batch, length) = explained.logits, trace.token_shape
+    is_row = logits.ndim == 3 and logits.shape[0] == batch and logits.shape[1] != length
+    if not is_row or target is None or OF_ROWS.intersection(method.needs or ()) or keeps_logits(trace.host):
+        return options
+    rows = positions_of(target, torch.ones(logits.shape[:2], dtype=torch.bool, device="cpu"))
+    return {**options, "logit": RowLogit.in_output(trace.output, rows, logit, measure, explained.sizes)}
+
+
+def _vector_length(trace: Trace, target: Target | None) -> VectorLength | None:
+    """Return the length of the output's vectors at the target, None for an output without numbers for each sequence.
+
+    Padding does not count.
+    """
+    batch, length = trace.token_shape
+    match vectors_in(trace.output):
+        case (path, vectors) if vectors.ndim > 1 and vectors.shape[0] == batch:
+            pass
+        case _:
+            return None
+    vectors, rows = vectors.detach(), None
+    if vectors.ndim == 3 and (target is not None or vectors.shape[1] == length):
+        mask = trace.layers[-1].mask
+        real = torch.ones(vectors.shape[:2], dtype=torch.bool, device="cpu")
+        if mask is not None and mask.shape == real.shape:
+            real = mask.cpu()
+        rows = None if target is None else positions_of(target, real)
+        counted = real if rows is None else torch.arange(vectors.shape[1], device="cpu") == rows[:, None]
+        vectors = vectors * counted.to(vectors)[..., None]
+    norms = vectors.flatten(1).norm(dim=1).clamp_min(torch.finfo(vectors.dtype).tiny)
+    direction = vectors / norms.reshape(-1, *[1] * (vectors.ndim - 1))
+    return VectorLength(path, direction, None if rows is None else tuple(rows.tolist()))
 
 
 def logit_names(trace: Trace, logit: Any, target: Any, tokenizer: Any) -> list[list[str]] | None:

@@ -22,6 +22,7 @@ from unilinattn.reruns.rerun import Rerun, of_sequences
 from unilinattn.tracing.lookups import Lookups
 from unilinattn.tracing.token_source import Source, at_call, find_vectors, replaced_at_call, without_lookups
 from unilinattn.tracing.token_streams import TokenStream
+from unilinattn.tracing.tokens import TokenArgument
 from unilinattn.tracing.trace import Trace
 
 Recorded = list[list[Float[Tensor, "batch token channel"]]]
@@ -173,8 +174,8 @@ class EmbeddedModel:
 
     def _vectors_of(self, source: Source) -> list[Float[Tensor, "batch token channel"]]:
         origin, ids = source.origin, source.ids
-        if isinstance(origin, str):
-            return [self._trace.arguments[origin]]
+        if isinstance(origin, TokenArgument):
+            return [origin.tokens(origin.vectors)]
         arguments = of_sequences(self._trace, torch.arange(source.stream.shape[0], device="cpu"))
         if ids is not None:
             self._lookups[ids] = Lookups(self._model, arguments, [layer.name for layer in self._trace.layers], ids)
@@ -183,13 +184,12 @@ class EmbeddedModel:
         vectors: list[Tensor] = []
 
         def record(result: Tensor) -> Tensor:
-            vectors.append(result.detach().clone())
+            origin.require_same(result)
+            vectors.append(origin.tokens(result).detach().clone())
             return result
 
         with at_call(origin, record):
             call_host(self._model, arguments)
-        for each in vectors:
-            origin.require_same(each)
         return vectors
 
     def _call(self, vectors: Tensor, sequences: Int[Tensor, " run"], positions: Int[Tensor, " run"] | None) -> Rerun:
@@ -203,10 +203,11 @@ class EmbeddedModel:
                 if source.ids is not None:
                     by_lookup = [vectors_of_source[..., each] for each in channels]
                     replaced.enter_context(self._lookups[source.ids].replaced(arguments, by_lookup))
-                elif isinstance(source.origin, str):
-                    arguments[source.origin] = vectors_of_source.to(arguments[source.origin], copy=True)
+                elif isinstance(source.origin, TokenArgument):
+                    given = source.origin.in_host(vectors_of_source)
+                    arguments[source.origin.name] = given.to(source.origin.vectors, copy=True)
                 elif source.origin is not None:
-                    replaced.enter_context(replaced_at_call(source.origin, vectors_of_source))
+                    replaced.enter_context(replaced_at_call(source.origin, source.origin.in_host(vectors_of_source)))
             output = call_host(self._model, arguments)
         return Rerun(
             output, (len(sequences), length), kept_positions(arguments, length), self._trace.explained_logit.sizes

@@ -72,6 +72,9 @@ def explained_clause(result: Scores, batch: int = 0, quote: Quote = quoted) -> s
     elif isinstance(choice, list):
         first, second = (f"{index}{name}" for index, name in zip(choice, names, strict=True))
         subject = f"the difference of the logits of {'classes' if unit == 'class' else 'tokens'} {first} and {second}"
+    elif choice is not None and " " in choice:
+        # A scalar of the output that names its row (see `host.scalars`); names of functions have no space.
+        subject, where = choice, ""
     elif choice is not None:
         subject = f"the function {choice}"
     if result.options.get("measure") == "centered" and _is_one_logit(result):

@@ -15,7 +15,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from unilinattn.errors import InputError, OptionError, UncoveredError
 from unilinattn.frozen.token_pass import Case, shared_cases, shared_run
 from unilinattn.host.isolation import in_gradient_mode, with_own_random_numbers
-from unilinattn.host.logits import Logit, one_each, picked
+from unilinattn.host.logits import Logit, picked
+from unilinattn.host.scalars import values_of
 from unilinattn.memory import allowed, require_result
 from unilinattn.optional import import_extra
 from unilinattn.options.bases import ScalarOptions
@@ -93,7 +94,7 @@ class ExplainedNumber:
     def __call__(self, run: Rerun, rows: Int[Tensor, " run"]) -> Float[Tensor, "run *query"]:
         """Return the numbers of a run on some of the rows, in float32 or more."""
         if callable(function := self._cases[0][1]):
-            return one_each(function(run.output), len(rows))
+            return values_of(function, run.output, rows % self._batch)
         logits = run.logits(None if self.positions is None else self.positions[rows])
         self.has_queries = logits.ndim == 3 and self.positions is None
         logits = logits if self.has_queries else logits.flatten(0, -2)

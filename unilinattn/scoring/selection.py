@@ -13,7 +13,14 @@ from unilinattn.host.logits import Logit
 from unilinattn.operator.operator import MixerOperator
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.sinks import sink_tokens
-from unilinattn.tracing.token_streams import TokenStream, mixing_ports, require_one_batch, stream_read, stream_written
+from unilinattn.tracing.token_streams import (
+    TokenStream,
+    mixing_ports,
+    require_one_batch,
+    returns_maps,
+    stream_read,
+    stream_written,
+)
 from unilinattn.tracing.trace import Target, Trace
 from unilinattn.tracing.trust import require_exact
 
@@ -165,10 +172,10 @@ def residual_of(trace: Trace, layer: Layer, method: str, remedy: str = "") -> Fl
 
 
 def stream_groups(trace: Trace) -> list[tuple[int, ...]]:
-    """Return the indices of the layers that read one tensor, in groups of layers with equal axes, the largest first."""
+    """Return the indices of the layers that read and return one tensor, in groups of equal axes, the largest first."""
     groups: dict[object, list[int]] = {}
     for index, layer in enumerate(trace.layers):
-        if not layer.opaque and len(layer.ports) == 1:
+        if not layer.opaque and len(layer.ports) == 1 and not returns_maps(layer):
             groups.setdefault(streams_of(trace, layer), []).append(index)
     return sorted(map(tuple, groups.values()), key=len, reverse=True)
 
@@ -318,6 +325,11 @@ def _only(layer: Layer) -> tuple[str, tuple[int, int]]:
 
     Other ports add to the tokens of the output, such as a residual stream. Builds no operator at length.
     """
+    if returns_maps(layer):
+        raise UncoveredError(
+            f"{layer.name} returns several feature maps, and its operator gives the first one only; layers=[...] "
+            "leaves it out."
+        )
     ports = mixing_ports(layer)
     if len(ports) != 1:
         raise UncoveredError(_several(layer))

@@ -14,6 +14,7 @@ from torch import Tensor
 from unilinattn.call import Call
 from unilinattn.call.axes import as_read, as_tokens, in_shape
 from unilinattn.call.exactness import tolerance
+from unilinattn.call.nested import exchanged
 from unilinattn.call.offloaded import device_of
 from unilinattn.call.parameters import constant_parameters
 from unilinattn.errors import UncoveredError
@@ -77,14 +78,13 @@ class Layer:
         self.kind, self.architecture = record.kind, record.architecture.name
         self.structure, self.seen = record.structure, tuple(record.seen)
         # The host may have written into its tensor; `source` is the copy made before the call.
-        self.arguments: dict[str, Any] = {k: source if v is record.input else v for k, v in record.arguments.items()}
+        self.arguments: dict[str, Any] = exchanged(record.arguments, record.input, source)
         self.precision = precision_of(record.module, record.output)
         in_pieces = prefix is not None and prefix.pieces is not None
         # The files of streams stay where they are.
         device = record.output.device if in_pieces else device_of(record.module, record.output.device)
         sides = zip((source, record.output), record.axes, strict=True)
-        vectors = [as_tokens(x.detach().to(device, dtype), record.batch, axis) for x, axis in sides]
-        self.input, self.output = vectors
+        self.input, self.output = (as_tokens(x.detach().to(device, dtype), record.batch, axis) for x, axis in sides)
         self.input_shape, self.output_shape, self.axes = source.shape, record.output.shape, record.axes
         self.mask = None if mask is None else mask.to(device)
         around = stream_around(record, device, dtype)

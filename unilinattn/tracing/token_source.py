@@ -10,7 +10,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from unilinattn.call.axes import as_tokens
 from unilinattn.call.nested import tensors
 from unilinattn.discovery.perturbation import TOLERANCE
 from unilinattn.errors import UncoveredError
@@ -24,7 +23,7 @@ from unilinattn.tracing.changed_inputs import changed_input, has_numbers, mixed_
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.lookups import Lookups
 from unilinattn.tracing.token_streams import TokenStream, stream_written, token_streams, tower_of
-from unilinattn.tracing.tokens import TokenCall, find_tokens, require_own_tokens
+from unilinattn.tracing.tokens import TokenArgument, TokenCall, find_tokens, require_own_tokens
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class Source:
     """
 
     stream: TokenStream
-    origin: TokenCall | str | None
+    origin: TokenCall | TokenArgument | None
     ids: str | None = None
 
 
@@ -96,7 +95,8 @@ def find_sources(model: nn.Module, arguments: Mapping[str, Any], layers: Sequenc
     streams = token_streams(layers)
     ids = ids_name(arguments)
     batch = sequences_in(arguments)
-    if ids is None and batch and (len(streams) > 1 or streams[0].shape[0] != batch):
+    is_merged = len(streams) > 1 or tuple(layers[0].input.shape[:2]) != streams[0].shape
+    if ids is None and batch and (is_merged or streams[0].shape[0] != batch):
         # Without ids the tokens of the first block become all others, as when patches are merged.
         with suppress(UncoveredError):
             source = _first_source(model, arguments, layers, batch)
@@ -143,8 +143,7 @@ def _first_source(model: nn.Module, arguments: Mapping[str, Any], layers: Sequen
     shape = layers[0].input.shape[:2]
     inside = [index for index, layer in enumerate(layers) if layer.input.shape[:2] == shape]
     origin = find_tokens(model, arguments, [layers[index] for index in inside], batch=batch)
-    vectors, axis = (arguments[origin], -1) if isinstance(origin, str) else (origin.vectors, origin.axis)
-    tokens = batch, as_tokens(vectors, axis=axis).shape[:2].numel() // batch
+    tokens = batch, origin.tokens(origin.vectors).shape[:2].numel() // batch
     written = tuple(index for index in inside if tuple(layers[index].output.shape[:2]) == tokens)
     return Source(TokenStream(token_streams(layers)[0].name, tokens, written), origin)
 
@@ -252,7 +251,7 @@ def _reaching(
 ) -> list[str]:
     """Return the inputs that change what `read` returns of the output although the tokens' vectors are held."""
     shapes = {tuple(layers[-1].output.shape[:2]), *(source.stream.shape for source in sources)}
-    names_of_sources = {source.ids or source.origin for source in sources}
+    names_of_sources = {source.ids or getattr(source.origin, "name", None) for source in sources}
     names = [
         name for name, value in arguments.items() if name not in names_of_sources and _is_content(name, value, shapes)
     ]

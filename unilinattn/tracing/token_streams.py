@@ -4,7 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from torch import Tensor, nn
+
+from unilinattn.call.nested import tensors
 from unilinattn.errors import UncoveredError
+from unilinattn.host.recorder import MAIN
 from unilinattn.operator.stages import walk
 from unilinattn.tracing.layer import Layer
 
@@ -98,6 +102,18 @@ def mixing_ports(layer: Layer) -> dict[str, tuple[int, int]]:
         chains = layer.operator.chains
         ports = {port: shape for port, shape in ports.items() if any(stage.mixes for stage in walk(chains[port]))}
     return ports
+
+
+def others_returned(layer: Layer) -> list[Tensor]:
+    """Return what stands for the numbers that a layer's module returned beside its output, but for weights."""
+    returned = (x for x in tensors(layer.structure) if x is not MAIN and not isinstance(x, nn.Parameter))
+    return [x for x in returned if x.is_floating_point()]
+
+
+def returns_maps(layer: Layer) -> bool:
+    """Tell whether a layer returned several feature maps of an image, of which its output is the first."""
+    is_image = len(layer.output_shape) == 4
+    return is_image and any(x.ndim == 4 for x in others_returned(layer))
 
 
 def _index(layer: Layer, layers: Sequence[Layer]) -> int:

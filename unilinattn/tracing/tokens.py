@@ -9,9 +9,10 @@ from math import prod
 from typing import Any
 
 import torch
+from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
-from unilinattn.call.axes import as_tokens, channel_axis
+from unilinattn.call.axes import as_tokens, channel_axis, in_shape
 from unilinattn.call.exactness import layer_tolerance, relative_error
 from unilinattn.errors import UncoveredError
 from unilinattn.host.inputs import call_host
@@ -24,22 +25,18 @@ NAMED = 4
 
 
 @dataclass(frozen=True)
-class TokenCall:
-    """The call of a torch function that returns the vectors of the tokens.
+class TokenTensor:
+    """The tensor of a run that has the vectors of the tokens.
 
     Attributes:
-        function: the function.
-        shape: the shape of its result without the batch.
-        number: the number of the call among those of this function with a result of this shape, from 0.
-        vectors: its result on the traced inputs, which tells a run whose hooks call the same function.
-        axis: the axis of channels in its result.
+        vectors: the tensor of the traced inputs.
+        axis: its axis of channels.
+        sequences: the number of sequences of a tensor whose axes are (token, batch, channel), None for another one.
     """
 
-    function: Any
-    shape: tuple[int, ...]
-    number: int
     vectors: Tensor
     axis: int = -1
+    sequences: int | None = None
 
     @property
     def grid(self) -> tuple[int, int] | None:
@@ -49,17 +46,18 @@ class TokenCall:
         rows, columns = self.vectors.shape[2:] if self.axis == 1 else self.vectors.shape[1:3]
         return rows, columns
 
-    def counts(self, function: Any, result: Any) -> bool:
-        """Tell whether a call is one of those that `number` counts."""
-        return function == self.function and isinstance(result, Tensor) and tuple(result.shape[1:]) == self.shape
+    def tokens(self, tensor: Tensor) -> Shaped[Tensor, "batch token channel"]:
+        """Return the tensor of a run as vectors of tokens."""
+        return as_tokens(tensor, self.sequences, self.axis)
 
-    def finder(self) -> Callable[[Any, Any], bool]:
-        """Return a function of the calls of one run in order, true for this call."""
-        numbers = count()
-        return lambda function, result: self.counts(function, result) and next(numbers) == self.number
+    def in_host(self, vectors: Float[Tensor, "batch token channel"]) -> Tensor:
+        """Return the vectors of the tokens of any number of sequences as the host's tensor."""
+        if self.sequences is not None:
+            return vectors.transpose(0, 1)
+        return in_shape(vectors, torch.Size((len(vectors), *self.vectors.shape[1:])), self.axis)
 
     def require_same(self, vectors: Tensor) -> None:
-        """Raise `UncoveredError` if the call of a run on the traced inputs returned other vectors."""
+        """Raise `UncoveredError` if a run on the traced inputs has another tensor."""
         if vectors.shape != self.vectors.shape or relative_error(vectors, self.vectors) > layer_tolerance(
             vectors.dtype
         ):
@@ -69,6 +67,36 @@ class TokenCall:
             )
 
 
+@dataclass(frozen=True)
+class TokenArgument(TokenTensor):
+    """The argument of the model that has the vectors of the tokens, by its `name`."""
+
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class TokenCall(TokenTensor):
+    """The call of a torch function that returns the vectors of the tokens.
+
+    Attributes:
+        function: the function.
+        number: the number of the call among those of this function with a result of this shape, from 0.
+    """
+
+    function: Any = None
+    number: int = -1
+
+    def counts(self, function: Any, result: Any) -> bool:
+        """Tell whether a call is one of those that `number` counts, whose results differ in their first axis only."""
+        shape = self.vectors.shape[1:]
+        return function == self.function and isinstance(result, Tensor) and result.shape[1:] == shape
+
+    def finder(self) -> Callable[[Any, Any], bool]:
+        """Return a function of the calls of one run in order, true for this call."""
+        numbers = count()
+        return lambda function, result: self.counts(function, result) and next(numbers) == self.number
+
+
 def find_tokens(
     model: nn.Module,
     arguments: Mapping[str, Any],
@@ -76,7 +104,7 @@ def find_tokens(
     *,
     in_lists: bool = False,
     batch: int | None = None,
-) -> TokenCall | str:
+) -> TokenCall | TokenArgument:
     """Return the function call whose result enters the first block as the tokens of the layers, or the argument.
 
     `in_lists` says that only blocks in a list of modules count, if there are any: a module around a decoder may get the
@@ -112,6 +140,9 @@ def find_tokens(
             # What a module around all blocks gets may be projected before it is the stream.
             if stream is not None and (_in_list(name) or stream.shape[-1] in widths):
                 raise Entered(stream, -1)
+            stream = first_stream((*args, *kwargs.values()), shapes[0][::-1])
+            if stream is not None and stream.shape[-1] in widths:
+                raise Entered(stream, -1, shapes[0][0])
             is_around = f"{first}.".startswith(f"{name}." if name else "")
             sequences = first_stream((*args, *kwargs.values()))
             if is_around and _in_list(name) and sequences is not None and len(sequences) == batch:
@@ -123,29 +154,27 @@ def find_tokens(
                     if axis is not None and as_tokens(image, axis=axis).shape[:2].numel() == prod(shapes[0]):
                         raise Entered(image, axis)
 
-    def first_entered() -> tuple[Tensor, int]:
+    def first_entered() -> tuple[Tensor, int, int | None]:
         for name, module in model.named_modules():
             if name in blocks or name == first:
                 module.register_forward_pre_hook(partial(enter, name), with_kwargs=True, prepend=True)
         try:
             call_host(model, arguments)
         except Entered as entered:
-            return entered.args
+            return (*entered.args, None)[:3]
         raise UncoveredError(
             f"no block of {type(model).__name__} received a tensor of {shapes[0][0]} sequences with {shapes[0][1]} "
             "tokens, which its layers have, so the vectors of its tokens are unknown."
         )
 
-    entry: tuple[Tensor, int] = run(model, first_entered, observer=Functions(record))
-    stream, axis = entry
+    stream, axis, sequences = run(model, first_entered, observer=Functions(record))
     argument = next((name for name, value in arguments.items() if value is stream), None)
     if argument is not None:
-        return argument
+        return TokenArgument(stream, axis, sequences, argument)
     matches = [number for number, (_, result) in enumerate(calls) if result is stream]
     if not matches:
         raise UncoveredError("no function of torch returned the stream that enters the model's first block.")
-    function, shape = calls[matches[-1]][0], tuple(stream.shape[1:])
-    alike = TokenCall(function, shape, -1, stream, axis)
+    alike = TokenCall(stream, axis, sequences, calls[matches[-1]][0])
     earlier = [alike.counts(*call) for call in calls[: matches[-1]]]
     return replace(alike, number=sum(earlier))
 
