@@ -16,6 +16,7 @@ MIXING = frozenset(
         "multi_head_attention_forward",
         "cumsum",
         "logcumsumexp",
+        "grid_sample",
         *("lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"),
         *("avg_pool1d", "avg_pool2d", "max_pool1d", "max_pool2d"),
         *("fft_fft", "fft_fft2", "fft_rfft", "fft_rfft2"),

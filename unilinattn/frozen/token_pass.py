@@ -24,7 +24,7 @@ from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.lookups import TokenIds
 from unilinattn.tracing.token_source import Source, find_sources, require_alone, without_lookups
 from unilinattn.tracing.token_streams import TokenStream
-from unilinattn.tracing.tokens import TokenArgument, TokenCall, blocks_of, first_stream
+from unilinattn.tracing.tokens import OTHER_VECTORS, TokenArgument, TokenCall, blocks_of, first_stream
 from unilinattn.tracing.trace import Target, Trace
 
 Pass = TypeVar("Pass", bound="TokenPass")
@@ -92,6 +92,8 @@ def build_pass(spec: PassSpec, build: Callable[[PassSpec], Pass]) -> tuple[PassS
     made = build(spec)
     if all(made.leaves):
         return spec, made
+    if any(isinstance(s.origin, TokenCall) and not m for s, m in zip(spec.sources, made.leaves, strict=True)):
+        raise UncoveredError(OTHER_VECTORS)
     refusal = UncoveredError(
         f"{type(spec.model).__name__} does not look up its token ids by torch.nn.functional.embedding, so the "
         "vectors of the tokens are unknown; give the model inputs_embeds instead of ids."
@@ -182,7 +184,6 @@ class TokenPass(Observer[BlockCall]):
         # Ids may be looked up in another shape, and windows are sequences of the layers.
         by_token = vectors
         if origin is not None:
-            origin.require_same(vectors)
             by_token = origin.tokens(vectors).reshape(*self._spec.sources[number].stream.shape, -1)
         self.leaves[number].append(by_token.detach().clone().requires_grad_())
         carried = self.leaves[number][-1].clone()
@@ -206,11 +207,14 @@ class TokenPass(Observer[BlockCall]):
     def _mark_of(self, number: int, source: Source) -> Callable[[Any, Any, Any], Any]:
         """Return the function that marks the vectors of one source."""
         ids = None if source.ids is None else TokenIds(self._spec.arguments[source.ids])
-        is_source = source.origin.finder() if isinstance(source.origin, TokenCall) else lambda func, result: False
+        call = source.origin if isinstance(source.origin, TokenCall) else None
 
         def mark(func: Any, args: Any, result: Any) -> Any:
             if ids is None:
-                return self.leaf(number, result) if is_source(func, result) else result
+                # Layers are not computed, so that their calls of this function cannot be counted: the numbers tell.
+                if call is None or self.leaves[number] or not call.counts(func, result) or not call.is_same(result):
+                    return result
+                return self.leaf(number, result)
             if not ids.looks_up(func, args, result):
                 return result
             return ids.as_looked_up(self.leaf(number, ids.by_token(result)), result.shape)

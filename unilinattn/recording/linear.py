@@ -117,6 +117,20 @@ def resize(run: Compilation, node: Node, x: Any, *args: Any, **kwargs: Any) -> C
     return carried
 
 
+@rule("grid_sample")
+def sample(run: Compilation, node: Node, x: Any, grid: Any, *args: Any, **kwargs: Any) -> Carried:
+    """Average the values around each of the frozen places of an image."""
+    carried, places = run.value(x), run.number(grid)
+    space = x.value.shape[2:]
+    units = torch.eye(space.numel(), dtype=places.dtype, device=places.device).reshape(1, -1, *space)
+    weights = node.func(units.expand(len(places), *units.shape[1:]), places, *args, **kwargs).flatten(2)
+    shape = torch.Size((*carried.index.shape[:2], weights.shape[2]))
+    carried = contracted(
+        carried.moved(carried.index.flatten(2)), weights.to(run.like), Product((0, 1, 2), (0, 2, 3), (0, 1, 3)), shape
+    )
+    return carried.moved(carried.index.unflatten(2, node.value.shape[2:]))
+
+
 @rule("scaled_dot_product_attention")
 def attention(
     run: Compilation,

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -136,6 +137,34 @@ def grouped_mm(x: Tensor, weight: Tensor, offs: Tensor, **_: Any) -> Parts:
     return torch.cat([*products, x.new_zeros(len(x) - ends[-1], weight.shape[-1])]), None
 
 
+def grid_sample(x: Tensor, grid: Tensor, *args: Any, **kwargs: Any) -> Parts:
+    """Read values at frozen places between those of an image."""
+    places = grid.detach()
+    sampled: Tensor = _LinearMap.apply(x, lambda image: functional.grid_sample(image, places, *args, **kwargs))
+    return sampled, None
+
+
+class _LinearMap(torch.autograd.Function):
+    """A linear function of a tensor, also where torch has no forward-mode derivative of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.function, ctx.like = function, x.detach()
+        return function(x)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, function: Any) -> Tensor:
+        result: Tensor = ctx.function(tangent)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        with torch.enable_grad():
+            x = torch.zeros_like(ctx.like, requires_grad=True)
+            return torch.autograd.grad(ctx.function(x), x, grad)[0], None
+
+
 def _normed(x: Tensor, axes: tuple[int, ...], weight: Tensor | None, eps: float) -> Tensor:
     """Centre a tensor and divide it by its frozen deviation."""
     wide = _widened(x)
@@ -156,6 +185,7 @@ FORMS: dict[str, Callable[..., Parts]] = {
     "batch_norm": batch_norm,
     "normalize": normalize,
     "scaled_dot_product_attention": scaled_dot_product_attention,
+    "grid_sample": grid_sample,
     "_grouped_mm": grouped_mm,
     "grouped_mm": grouped_mm,
 }

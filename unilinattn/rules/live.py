@@ -325,6 +325,12 @@ def _attention(
     return functional.scaled_dot_product_attention(query, key, value, attn_mask, *args, **kwargs)
 
 
+def _grid_sample(mode: Live, func: Any, input: Tensor, grid: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    if input.requires_grad and grid.requires_grad:
+        input, grid = mode._weighted(input, "values"), mode._weighted(grid, "matrix")
+    return functional.grid_sample(input, grid, *args, **kwargs)
+
+
 def _factors(mode: Live, func: Any, **factors: Tensor | None) -> tuple[Any, ...]:
     live = {name: factor for name, factor in factors.items() if factor is not None and factor.requires_grad}
     # The matrix is linear in the query and in the key, and in a scale of the key such as the step size.
@@ -350,5 +356,6 @@ _RULES: dict[str, Callable[..., Any]] = {
     "baddbmm": _addmm,
     "glu": _glu,
     "scaled_dot_product_attention": _attention,
+    "grid_sample": _grid_sample,
     "checked_factors": _factors,
 }

@@ -24,6 +24,13 @@ NAMED = 4
 """Largest number of shapes that an error names."""
 
 
+OTHER_VECTORS = (
+    "the vectors that enter the model's first block differ between two runs on the same inputs, as where a model draws "
+    "random numbers, or with a hook that calls torch functions in one of them; remove the hooks of the model."
+)
+"""Why a run has no vectors of the tokens."""
+
+
 @dataclass(frozen=True)
 class TokenTensor:
     """The tensor of a run that has the vectors of the tokens.
@@ -56,15 +63,15 @@ class TokenTensor:
             return vectors.transpose(0, 1)
         return in_shape(vectors, torch.Size((len(vectors), *self.vectors.shape[1:])), self.axis)
 
+    def is_same(self, vectors: Tensor) -> bool:
+        """Tell whether the tensor of another run on the traced inputs has the same numbers."""
+        limit = layer_tolerance(vectors.dtype)
+        return vectors.shape == self.vectors.shape and not relative_error(vectors, self.vectors) > limit
+
     def require_same(self, vectors: Tensor) -> None:
         """Raise `UncoveredError` if a run on the traced inputs has another tensor."""
-        if vectors.shape != self.vectors.shape or relative_error(vectors, self.vectors) > layer_tolerance(
-            vectors.dtype
-        ):
-            raise UncoveredError(
-                "the vectors that enter the model's first block differ between two runs on the same inputs, as with a "
-                "hook that calls torch functions in one of them; remove the hooks of the model."
-            )
+        if not self.is_same(vectors):
+            raise UncoveredError(OTHER_VECTORS)
 
 
 @dataclass(frozen=True)
