@@ -106,8 +106,11 @@ def find_sources(model: nn.Module, arguments: Mapping[str, Any], layers: Sequenc
     if len(streams) > 1 and (sources := _of_several(model, arguments, layers, lookups, batch)):
         return sources
     require_own_tokens(model, arguments, None if ids is None else arguments[ids], layers)
-    if ids is not None and not _reaching(model, arguments, (lookups,), layers, _explained):
-        return (lookups,)
+    if ids is not None:
+        reaching = _reaching(model, arguments, (lookups,), layers, _explained)
+        beside = [Source(stream, None, name) for name in reaching for stream in _read_only(arguments[name], layers)]
+        if not reaching or (beside and not _reaching(model, arguments, (lookups, *beside), layers, _explained)):
+            return (lookups, *beside)
     source = Source(streams[0], find_tokens(model, arguments, layers))
     require_alone(model, arguments, (source,), layers, _explained)
     return (source,)
@@ -138,6 +141,16 @@ def _of_several(
     return _several(model, arguments, layers, streams, batch)
 
 
+def _read_only(value: Any, layers: Sequence[Layer]) -> list[TokenStream]:
+    """Return the stream of an argument's ids, such as entities, if layers read as many tokens and none writes them."""
+    shape = tuple(value.shape) if is_ids(value) else ()
+    if not shape or shape in {stream.shape for stream in token_streams(layers)}:
+        return []
+    transparent = [layer for layer in layers if not layer.opaque]
+    ports = (port for layer in transparent for port, read in layer.ports.items() if read == shape)
+    return [TokenStream(port, shape, ()) for port in ports][:1]
+
+
 def _first_source(model: nn.Module, arguments: Mapping[str, Any], layers: Sequence[Layer], batch: int) -> Source:
     """Return the source of the tokens that enter the first block, whose layers may read windows of a sequence."""
     shape = layers[0].input.shape[:2]
@@ -157,11 +170,15 @@ def _several(
 ) -> Sources:
     """Return the sources of several streams that together are all that reaches the output; none if they are not all."""
     calls: list[Source] = []
-    for stream in streams:
-        with suppress(UncoveredError):
-            if stream.shape[0] == batch:
-                inside = [layers[index] for index in stream.layers]
-                calls.append(Source(stream, find_tokens(model, arguments, inside, in_lists=True)))
+    for stream in (stream for stream in streams if stream.shape[0] == batch):
+        inside = [layers[index] for index in stream.layers]
+        towers = dict.fromkeys(tower_of(layer.name) for layer in inside)
+        # A projector may write as many vectors as another part of the model has tokens.
+        parts = [[layer for layer in inside if tower_of(layer.name) == tower] for tower in towers]
+        for part in (inside, *parts) if len(parts) > 1 else parts:
+            with suppress(UncoveredError):
+                calls.append(Source(stream, find_tokens(model, arguments, part, in_lists=True)))
+                break
     lookups = [_lookups_of(model, arguments, layers, call) for call in calls]
     for sources in (lookups, calls):
         if sources and not _reaching(model, arguments, sources, layers, _explained):
@@ -181,7 +198,7 @@ def _lookups_of(model: nn.Module, arguments: Mapping[str, Any], layers: Sequence
     for name, value in arguments.items():
         if not (isinstance(call, TokenCall) and is_ids(value) and tuple(value.shape) == stream.shape):
             continue
-        if any(word in name for word in (*STRUCTURE, "token_type")):
+        if _is_structure(name):
             continue
         # The model may accept no other ids, such as those that mark the places of an image.
         with suppress(Exception):
@@ -223,10 +240,9 @@ def find_vectors(model: nn.Module, arguments: Mapping[str, Any], layers: Sequenc
     lookups = Source(stream, None, ids)
     if ids is not None and not _reaching(model, arguments, (lookups,), layers, _explained):
         return (lookups,)
-    if len(streams) > 1:
-        with suppress(UncoveredError):
-            if len(sources := find_sources(model, arguments, layers)) > 1:
-                return sources
+    with suppress(UncoveredError):
+        if len(sources := find_sources(model, arguments, layers)) > 1:
+            return sources
     return (Source(stream, find_tokens(model, arguments, layers_of_stream(layers, True))),)
 
 
@@ -251,6 +267,8 @@ def _reaching(
 ) -> list[str]:
     """Return the inputs that change what `read` returns of the output although the tokens' vectors are held."""
     shapes = {tuple(layers[-1].output.shape[:2]), *(source.stream.shape for source in sources)}
+    # A model may put patches beside its text, whose ids have numbers of places too.
+    shapes |= {tuple(value.shape) for name, value in arguments.items() if name.endswith("input_ids") and is_ids(value)}
     names_of_sources = {source.ids or getattr(source.origin, "name", None) for source in sources}
     names = [
         name for name, value in arguments.items() if name not in names_of_sources and _is_content(name, value, shapes)
@@ -283,6 +301,10 @@ def _is_content(name: str, value: Any, shapes: Collection[tuple[int, ...]]) -> b
     if any(word in name for word in STRUCTURE) or all(t.ndim < 2 or t.dtype == torch.bool for t in arrays):
         return False
     return name.endswith("input_ids") or not all(tuple(t.shape[:2]) in shapes for t in arrays)
+
+
+def _is_structure(name: str) -> bool:
+    return any(word in name for word in (*STRUCTURE, "token_type"))
 
 
 def _is_mask(t: Tensor) -> bool:
