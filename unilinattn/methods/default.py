@@ -110,14 +110,16 @@ def by_vectors(
 
     If that works neither, or if `options` has some that it does not know, the result is that of `by_layer`.
     """
-    method = registered(_of_scalar(traced).name)
     more = {name: value for name, value in options.items() if COMPOSED.keywords.get(name) != value}
-    selected = explained_options(traced, method, target, {**_of_scalar(traced).keywords, **more})
-    if selected.get("logit") is not None:
-        with suppress(OptionError, *REFUSALS):
-            result = run(method, traced, target, selected)
-            note = f"This is {method.name} of {selected['logit']!r}."
-            return _in_place(result, refusal, note), selected
+    # Where shares do not cover a model, relevances may.
+    for default in dict.fromkeys((_of_scalar(traced), CAUSAL)):
+        method = registered(default.name)
+        selected = explained_options(traced, method, target, {**default.keywords, **more})
+        if selected.get("logit") is not None:
+            with suppress(OptionError, *REFUSALS):
+                result = run(method, traced, target, selected)
+                note = f"This is {method.name} of {selected['logit']!r}."
+                return _in_place(result, refusal, note), selected
     return by_layer(run, traced, target, options, refusal), options
 
 

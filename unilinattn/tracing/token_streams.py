@@ -112,8 +112,10 @@ def others_returned(layer: Layer) -> list[Tensor]:
 
 def returns_maps(layer: Layer) -> bool:
     """Tell whether a layer returned several feature maps of an image, of which its output is the first."""
-    is_image = len(layer.output_shape) == 4
-    return is_image and any(x.ndim == 4 for x in others_returned(layer))
+    batch, tokens = layer.output_shape[0], layer.output.shape[1]
+    maps = (x for x in others_returned(layer) if x.ndim == len(layer.output_shape) == 4 and len(x) == batch)
+    # Attention weights, (batch, head, query, key), are no map; those of windows have other numbers of sequences.
+    return any(x.shape[2] != tokens for x in maps)
 
 
 def _index(layer: Layer, layers: Sequence[Layer]) -> int:
