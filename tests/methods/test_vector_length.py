@@ -57,7 +57,7 @@ def test_shares_add_up_to_the_length_of_the_vector_at_the_target(model: Any, met
     torch.testing.assert_close(parts, expected, rtol=1e-5, atol=0)
     assert result.completeness_gap < 1e-10
     assert result.extras["remainder"].abs().max() < 1e-10
-    assert "the length of out.last_hidden_state at rows [3, 4]" in repr(result)
+    assert "the length of the vector in out.last_hidden_state at position 3 = " in repr(result)
 
 
 @pytest.mark.parametrize("method", ["lrp", "attn_lrp", "occlusion", "kernel_shap", "knockout"])
@@ -113,7 +113,7 @@ def test_a_check_replaces_tokens_and_measures_the_length_along_the_direction() -
     result = ula.explain(bert(), ids(1, 12), method="lrp", target=3, progress=False, check=True)
     assert result.checks is not None
     (check,) = result.checks
-    assert check.name == "the length of out.last_hidden_state at row 3"
+    assert check.name == "the length of the vector in out.last_hidden_state"
     # The vector is nowhere longer along its direction: the norm behind it has one length.
     assert check.value.top > 0 and check.value.random > 0
 

@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from unilinattn.host.logits import Logit, chosen_ids, logits_in, one_each, picked, relative
+from unilinattn.options.bases import VECTOR_OF_TOKEN
 
 NAMES = ("logits", "last_hidden_state")
 """Entries of an output that are its vectors, if it has one of them."""
@@ -49,11 +50,13 @@ class VectorLength(OutputScalar):
         path: where the tensor is in the output.
         direction: the vectors of the traced output divided by their length, zero where they do not count.
         rows: the position of the only vector of each sequence that counts, None for all.
+        of_tokens: whether these are positions of the layers' tokens, which a target counts.
     """
 
     path: Path
     direction: Float[Tensor, "batch ..."]
     rows: tuple[int, ...] | None
+    of_tokens: bool
 
     @property
     def count(self) -> int:
@@ -67,9 +70,10 @@ class VectorLength(OutputScalar):
         return (vectors * direction).flatten(1).sum(1)
 
     def __repr__(self) -> str:
-        places = [] if self.rows is None else sorted(set(self.rows))
-        where = f" at row {places[0]}" if len(places) == 1 else f" at rows {list(self.rows or ())}" if places else ""
-        return f"the length of {_named(self.path)}{where}"
+        if self.of_tokens:
+            return f"{VECTOR_OF_TOKEN} in {_named(self.path)}"
+        rows = "" if self.rows is None else f"row {', '.join(map(str, dict.fromkeys(self.rows)))} of "
+        return f"the length of {rows}{_named(self.path)}"
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -118,7 +118,8 @@ def _vector_length(trace: Trace, target: Target | None) -> VectorLength | None:
         vectors = vectors * counted.to(vectors)[..., None]
     norms = vectors.flatten(1).norm(dim=1).clamp_min(torch.finfo(vectors.dtype).tiny)
     direction = vectors / norms.reshape(-1, *[1] * (vectors.ndim - 1))
-    return VectorLength(path, direction, None if rows is None else tuple(rows.tolist()))
+    of_tokens = rows is not None and vectors.shape[1] == length
+    return VectorLength(path, direction, None if rows is None else tuple(rows.tolist()), of_tokens)
 
 
 def logit_names(trace: Trace, logit: Any, target: Any, tokenizer: Any) -> list[list[str]] | None:

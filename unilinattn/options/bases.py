@@ -33,6 +33,9 @@ Baseline = Annotated[
 ]
 Seed = Annotated[int, Field(ge=0, description="seed of the random numbers")]
 
+VECTOR_OF_TOKEN = "the length of the vector"
+"""How the option `logit` of a result begins if it names the vector of the target (see `host.scalars`)."""
+
 CODE_OPTIONS = ("variant", "start_layer", "scope", "heads", "sign", "logit")
 """Options that variant="published-code" reads."""
 
@@ -200,7 +203,7 @@ class ScalarOptions(Options):
     logit: int | str | tuple[int | str, int | str] | Callable[[Any], Any] | None = Field(
         default=None,
         description="a token or class id, the text of a token, a pair of them for the difference, a scalar function of "
-        "the model's output, or None for the model's own prediction",
+        "the model's output, or None for the model's own prediction, without logits the length of its output's vector",
     )
 
     @field_validator("logit", mode="before")

@@ -112,7 +112,7 @@ class Occlusion(ScalarOptions):
     target.
 
     Raises `OptionError` for an unknown option or value, without a target, and for a window longer than a sequence,
-    `InputError` for a model without logits and for a baseline id that the model does not know, `MissingExtraError`
+    `InputError` for a logit that is not there and for a baseline id that the model does not know, `MissingExtraError`
     without captum.
 
     >>> import unilinattn as ula

@@ -34,7 +34,7 @@ class Logit(SharesOptions):
 
     `completeness_gap` is the largest gap relative to the logit.
 
-    Raises `OptionError` for an unknown option or value, `InputError` for a model without logits, `UncoveredError`
+    Raises `OptionError` for an unknown option or value, `InputError` for a logit that is not there, `UncoveredError`
     for code without a frozen form, and `ExactnessError` if the shares miss their sum; with trust="warn" the result
     keeps a warning instead.
 
@@ -121,7 +121,7 @@ class AttnLrp(SharesOptions):
     bias and completeness gap. The effects of another input, which content and control approximate, are measured by
     `unilinattn.effects`.
 
-    Raises `OptionError` for an unknown option or value, `InputError` for a model without logits, and `UncoveredError`
+    Raises `OptionError` for an unknown option or value, `InputError` for a logit that is not there, `UncoveredError`
     for code whose products are hidden, such as a recurrent kernel or an autograd function of another package.
 
     >>> import unilinattn as ula
@@ -161,7 +161,7 @@ class AltiLogit(ScalarOptions):
     between it and their sum; and `cancellation`, (sum |scores| + |bias|) / |logit|. `completeness_gap` is the largest
     gap relative to the logit. If a host does not mask padding, the contributions of padding are part of the gap.
 
-    Raises `OptionError` for an unknown option or value, `InputError` for a model without logits, `UncoveredError`
+    Raises `OptionError` for an unknown option or value, `InputError` for a logit that is not there, `UncoveredError`
     for a layer without a residual stream outside its module, for a stream that is normed between layers (post-norm)
     and for layers that cannot be composed, `StreamError` if stream and output do not add up, and `ExactnessError`
     if the scores miss the logit.

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
+from unilinattn.options.bases import VECTOR_OF_TOKEN
 from unilinattn.results.panels import one_sequence, target_key
 from unilinattn.results.scores import Scores
 from unilinattn.viz.colours import isolated, shown
@@ -73,8 +74,8 @@ def explained_clause(result: Scores, batch: int = 0, quote: Quote = quoted) -> s
         first, second = (f"{index}{name}" for index, name in zip(choice, names, strict=True))
         subject = f"the difference of the logits of {'classes' if unit == 'class' else 'tokens'} {first} and {second}"
     elif choice is not None and " " in choice:
-        # A scalar of the output that names its row (see `host.scalars`); names of functions have no space.
-        subject, where = choice, ""
+        # A scalar of the output (see `host.scalars`); names of functions have no space.
+        subject, where = choice, where if choice.startswith(VECTOR_OF_TOKEN) else ""
     elif choice is not None:
         subject = f"the function {choice}"
     if result.options.get("measure") == "centered" and _is_one_logit(result):
