@@ -46,6 +46,11 @@ def operator(module: nn.Module, image: Tensor) -> MixerOperator:
     return op
 
 
+def places(end: float) -> Tensor:
+    """Return places in an image, whose edges are -1 and 1."""
+    return torch.linspace(-end, end, 12).reshape(1, 2, 3, 2)
+
+
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "a pool less the image": lambda x: functional.avg_pool2d(x, 3, 1, 1, count_include_pad=False) - x,
     "an average pool over the end": lambda x: functional.avg_pool2d(x, 3, 2, 1, ceil_mode=True),
@@ -54,6 +59,17 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "the largest of windows": lambda x: x.unflatten(2, (2, 2)).amax(3),
     "an adaptive pool": lambda x: functional.adaptive_avg_pool2d(x, (3, 2)),
     "a larger image": lambda x: functional.interpolate(x, scale_factor=2, mode="bilinear"),
+    "values at places that the image decides": lambda x: functional.grid_sample(
+        x,
+        x.mean((2, 3))[:, :2].sigmoid()[:, None, None] * torch.linspace(-1, 1, 6, dtype=x.dtype).reshape(2, 3, 1),
+        align_corners=True,
+    ),
+    "values beyond the edges": lambda x: functional.grid_sample(
+        x,
+        torch.linspace(-1.5, 1.5, 12, dtype=x.dtype).reshape(1, 2, 3, 2).expand(2, -1, -1, -1),
+        padding_mode="border",
+        align_corners=False,
+    ),
     "a product that is added": lambda x: torch.addcmul(x, x.sigmoid(), x.mean((2, 3), keepdim=True), value=2),
 }
 
@@ -117,6 +133,10 @@ def test_layers_tell_the_axis_of_channels() -> None:
     narrow = nn.Sequential(nn.Conv2d(WIDTH, 4, 1), nn.Conv2d(4, 5, 1))
     assert axes_of(narrow, draw(2, 4, 4, WIDTH), draw(2, 4, 4, 5)) == Axes(-1, -1)
     assert axes_of(narrow, draw(2, WIDTH, 4, 4), draw(2, 5, 4, 4)) == Axes(1, 1)
+    # In a pyramid the lateral convolution, of other channels, comes first.
+    pyramid = nn.Sequential(nn.Conv2d(5, 8, 1), nn.Conv2d(8, 8, 3, padding=1))
+    assert axes_of(pyramid, draw(2, 8, 5, 5), draw(2, 8, 5, 5)) == Axes(1, 1)
+    assert axes_of(pyramid, draw(2, 5, 5, 8), draw(2, 5, 5, 8)) == Axes(-1, -1)
     assert axes_of(nn.Conv1d(WIDTH, 4, 1), draw(2, WIDTH, 4), draw(2, 4, WIDTH)) == Axes(1, 1)
     signal = draw(2, 4, 10)
     assert axes_of(nn.AvgPool1d(2), signal, draw(2, 4, 5)) == Axes(1, 1)

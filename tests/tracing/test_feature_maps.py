@@ -8,7 +8,8 @@ import transformers
 from torch import Tensor, nn
 
 import unilinattn as ula
-from tests.host.test_host_calls import model_of
+from tests.host.test_host_calls import SMALL, model_of
+from tools.sweep_run import Case, prepared
 from unilinattn.errors import UncoveredError
 
 
@@ -100,6 +101,63 @@ def test_a_frozen_run_notices_a_layer_that_reads_another_input_than_in_the_trace
         ula.explain(trace, method="logit", logit=3, progress=False)
 
 
+class Deformable(nn.Module):
+    """Attention to values of an image at places that its queries decide, as in Deformable DETR."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values, self.places = nn.Conv2d(4, 6, 1), nn.Linear(4, 6, bias=False)
+
+    def forward(self, x: Tensor, *, detached: str = "") -> Tensor:
+        values, places = self.values(x), self.places(x.flatten(2).mT) / 4
+        values = values.detach() if detached == "values" else values
+        places = places.detach() if detached == "places" else places
+        # Each pixel reads three places.
+        sampled = nn.functional.grid_sample(values, places.unflatten(2, (3, 2)), mode="bilinear", align_corners=False)
+        return sampled.mean(3).unflatten(2, x.shape[2:])
+
+
+class Detector(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.attention = nn.Conv2d(3, 4, 1), Deformable()
+        self.last, self.head = nn.Conv2d(6, 6, 3, padding=1), nn.Linear(6, 7)
+
+    def forward(self, pixel_values: Tensor, detached: str = "") -> Any:
+        mixed = self.last(self.attention(self.stem(pixel_values), detached=detached))
+        return transformers.modeling_outputs.ImageClassifierOutput(logits=self.head(mixed.mean((2, 3))))
+
+
+def detector() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(3)
+    return Detector().double().eval(), torch.randn(2, 3, 6, 6, dtype=torch.float64)
+
+
+def relevance(model: nn.Module, image: Tensor, detached: str) -> Tensor:
+    """Return gradient x input of the pixels, with one factor of the attention a constant."""
+    pixels = image.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(pixels, detached).logits[:, 3].sum(), pixels)
+    return (gradient * image).sum(1).flatten(1)
+
+
+def test_values_at_frozen_places_have_shares_and_biases() -> None:
+    model, image = detector()
+    trace = ula.trace(model, image, progress=False)
+    assert "attention" in {layer.name for layer in trace.layers}
+    result = ula.explain(trace, method="logit", logit=3, progress=False)
+    torch.testing.assert_close(result.scores, relevance(model, image, "places"), rtol=1e-9, atol=1e-12)
+    assert result.completeness_gap < 1e-12 and result.extras["bias"].abs().min() > 1e-3
+
+
+def test_places_that_a_query_decides_have_half_of_the_relevance() -> None:
+    model, image = detector()
+    result = ula.explain(model, image, method="attn_lrp", measure="logit", logit=3, progress=False)
+    sent, decided = (relevance(model, image, each) for each in ("places", "values"))
+    torch.testing.assert_close(result.extras["content"], sent, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(result.scores, (sent + decided) / 2, rtol=1e-9, atol=1e-12)
+    assert decided.abs().max() > 1e-3
+
+
 def fsmt() -> tuple[nn.Module, dict[str, Any]]:
     """FSMT's blocks read (token, batch, channel)."""
     sizes = dict(
@@ -123,3 +181,46 @@ def test_both_streams_have_shares_where_tokens_come_before_sequences(method: str
         torch.testing.assert_close(result.scores[sequence], alone.scores[0], rtol=1e-3, atol=1e-5)
     assert result.completeness_gap is None or result.completeness_gap < 1e-5
     assert (result.scores.abs().amax(0) > 0).all()
+
+
+STREAMS = {
+    "BridgeTowerModel": ("base", "bridgetower", 2),
+    "Florence2ForConditionalGeneration": ("image text to text", "florence2", 3),
+    "LasrForCTC": ("ctc", "lasr_ctc", 1),
+    "UdopForConditionalGeneration": ("image text to text", "udop", 2),
+    "VitMatteForImageMatting": ("image matting", "vitmatte", 1),
+}
+"""Models by their task and type in the sweep, with the number of streams that have shares."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STREAMS)
+def test_sources_of_models(name: str) -> None:
+    task, model_type, count = STREAMS[name]
+    if not hasattr(transformers, name):
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    model, inputs, _, _ = prepared(Case(task, model_type, name))
+    result = ula.explain(model, inputs, method="lrp", target=-1, progress=False)
+    assert result.completeness_gap < 1e-5
+    assert len(result.streams["key"] if result.streams else [1]) == count
+    assert (result.scores[0] != 0).float().mean() > 0.5
+
+
+def luke() -> tuple[nn.Module, dict[str, Tensor]]:
+    sizes = dict(vocab_size=20, entity_vocab_size=9, entity_emb_size=8, max_position_embeddings=32)
+    model = model_of("LukeForMaskedLM", "LukeConfig", **SMALL, **sizes).double()
+    ids, places = torch.randint(3, 20, (2, 5)), torch.tensor([[[0, 1, -1], [2, -1, -1]]]).expand(2, 2, 3)
+    return model, {"input_ids": ids, "entity_ids": torch.tensor([[1, 4], [7, 2]]), "entity_position_ids": places}
+
+
+@pytest.mark.parametrize("method", ["logit", "occlusion"])
+def test_entities_beside_a_text_have_shares(method: str) -> None:
+    model, inputs = luke()
+    result = ula.explain(model, inputs, method=method, target=2, progress=False)
+    assert result.scores.shape == (2, 7) and (result.scores[:, 5:].abs() > 0).all()
+    assert result.completeness_gap is None or result.completeness_gap < 1e-10
+    other = {**inputs, "entity_ids": torch.tensor([[1, 4], [7, 5]])}
+    moved = ula.explain(model, other, method=method, target=2, logit=3, progress=False)
+    same = ula.explain(model, inputs, method=method, target=2, logit=3, progress=False)
+    torch.testing.assert_close(moved.scores[0], same.scores[0], rtol=1e-8, atol=1e-12)
+    assert not torch.allclose(moved.scores[1], same.scores[1])

@@ -325,9 +325,10 @@ def _attention(
     return functional.scaled_dot_product_attention(query, key, value, attn_mask, *args, **kwargs)
 
 
-def _grid_sample(mode: Live, func: Any, input: Tensor, grid: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+# One of torch's arguments is called `mode`.
+def _grid_sample(live: Live, func: Any, /, input: Tensor, grid: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if input.requires_grad and grid.requires_grad:
-        input, grid = mode._weighted(input, "values"), mode._weighted(grid, "matrix")
+        input, grid = live._weighted(input, "values"), live._weighted(grid, "matrix")
     return functional.grid_sample(input, grid, *args, **kwargs)
 
 
