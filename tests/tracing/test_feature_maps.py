@@ -206,6 +206,57 @@ def test_sources_of_models(name: str) -> None:
     assert (result.scores[0] != 0).float().mean() > 0.5
 
 
+class Convolved(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4, 3) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.conv1d(x.mT, self.weight, padding=1).mT
+
+
+class Placed(nn.Module):
+    """Adds two constants to its vectors, before blocks in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places, self.kind = nn.Parameter(torch.randn(6, 4)), nn.Parameter(torch.randn(4))
+        self.blocks = nn.ModuleList(Convolved() for _ in range(2))
+        self.head = nn.Linear(4, 7)
+
+    def forward(self, vectors: Tensor) -> Any:
+        stream = vectors * 2 + self.places
+        stream = stream + self.kind
+        for block in self.blocks:
+            stream = stream + block(stream)
+        return transformers.modeling_outputs.ImageClassifierOutput(logits=self.head(stream.mean(1)))
+
+
+def test_the_tokens_have_the_vectors_that_enter_the_first_block() -> None:
+    torch.manual_seed(0)
+    model, vectors = Placed().double().eval(), torch.randn(2, 6, 4, dtype=torch.float64)
+    result = ula.explain(model, vectors, method="logit", logit=3, progress=False)
+    # The model is linear: without vectors and constants only the bias of the head is left.
+    with torch.no_grad():
+        model.places.zero_()
+        model.kind.zero_()
+        bias = model(torch.zeros_like(vectors)).logits[:, 3]
+    torch.testing.assert_close(result.extras["bias"], bias, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_two_streams_of_one_shape_are_told_by_their_vectors() -> None:
+    """Calls of one function return the vectors of both, and those inside of layers are not made in a frozen run."""
+    model, inputs, _, _ = prepared(Case("image text to text", "florence2", "Florence2ForConditionalGeneration"))
+    length = inputs["input_ids"].shape[1]
+    inputs = {**inputs, "decoder_input_ids": torch.arange(1, length + 1)[None]}
+    result = ula.explain(model, inputs, method="lrp", target=-1, progress=False)
+    assert result.completeness_gap < 1e-5
+    assert list(result.streams["key"].values())[-2:] == [length, length]
+    # What the last token of the decoder decides, all tokens of it may have sent.
+    assert (result.scores[0, -length:] != 0).all()
+
+
 def luke() -> tuple[nn.Module, dict[str, Tensor]]:
     sizes = dict(vocab_size=20, entity_vocab_size=9, entity_emb_size=8, max_position_embeddings=32)
     model = model_of("LukeForMaskedLM", "LukeConfig", **SMALL, **sizes).double()

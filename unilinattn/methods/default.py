@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -11,7 +10,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from unilinattn.errors import OptionError
-from unilinattn.methods.needs import REFUSALS
+from unilinattn.methods.needs import REFUSALS, refusal_of
 from unilinattn.methods.targets import explained_options
 from unilinattn.mixers import Dense
 from unilinattn.operator.stages import Mix, walk
@@ -116,10 +115,13 @@ def by_vectors(
         method = registered(default.name)
         selected = explained_options(traced, method, target, {**default.keywords, **more})
         if selected.get("logit") is not None:
-            with suppress(OptionError, *REFUSALS):
+            try:
                 result = run(method, traced, target, selected)
-                note = f"This is {method.name} of {selected['logit']!r}."
-                return _in_place(result, refusal, note), selected
+            except Exception as error:
+                if not isinstance(error, OptionError) and refusal_of(error, traced) is None:
+                    raise
+                continue
+            return _in_place(result, refusal, f"This is {method.name} of {selected['logit']!r}."), selected
     return by_layer(run, traced, target, options, refusal), options
 
 

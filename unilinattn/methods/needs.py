@@ -284,10 +284,15 @@ def advised(
     try:
         yield
     except Exception as error:
-        refusal = error if isinstance(error, REFUSALS) else _of_backward_pass(error, trace)
+        refusal = refusal_of(error, trace)
         if refusal is None:
             raise
         raise type(refusal)(f"{refusal} {note}{advice(trace, target, number('logit'), accepted)}") from error
+
+
+def refusal_of(error: Exception, trace: Trace) -> UncoveredError | StreamError | ExactnessError | None:
+    """Return an error that refuses a trace, or that for an autograd function without a backward pass, else None."""
+    return error if isinstance(error, REFUSALS) else _of_backward_pass(error, trace)
 
 
 def _of_backward_pass(error: Exception, trace: Trace) -> UncoveredError | None:
