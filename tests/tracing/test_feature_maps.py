@@ -222,10 +222,10 @@ class Placed(nn.Module):
         super().__init__()
         self.places, self.kind = nn.Parameter(torch.randn(6, 4)), nn.Parameter(torch.randn(4))
         self.blocks = nn.ModuleList(Convolved() for _ in range(2))
-        self.head = nn.Linear(4, 7)
+        self.first, self.head = nn.Linear(3, 4, bias=False), nn.Linear(4, 7)
 
     def forward(self, vectors: Tensor) -> Any:
-        stream = vectors * 2 + self.places
+        stream = self.first(vectors) + self.places
         stream = stream + self.kind
         for block in self.blocks:
             stream = stream + block(stream)
@@ -234,7 +234,7 @@ class Placed(nn.Module):
 
 def test_the_tokens_have_the_vectors_that_enter_the_first_block() -> None:
     torch.manual_seed(0)
-    model, vectors = Placed().double().eval(), torch.randn(2, 6, 4, dtype=torch.float64)
+    model, vectors = Placed().double().eval(), torch.randn(2, 6, 3, dtype=torch.float64)
     result = ula.explain(model, vectors, method="logit", logit=3, progress=False)
     # The model is linear: without vectors and constants only the bias of the head is left.
     with torch.no_grad():
