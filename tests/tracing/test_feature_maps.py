@@ -216,7 +216,7 @@ class Convolved(nn.Module):
 
 
 class Placed(nn.Module):
-    """Adds two constants to each other, and then to its vectors."""
+    """Adds two constants, by which its vectors are scaled, and then one of them to these."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -225,8 +225,8 @@ class Placed(nn.Module):
         self.first, self.head = nn.Linear(3, 4, bias=False), nn.Linear(4, 7)
 
     def forward(self, vectors: Tensor) -> Any:
-        places = self.places.expand(len(vectors), -1, -1) + self.kind
-        stream = self.first(vectors) + places
+        scale = (self.places.expand(len(vectors), -1, -1) + self.kind).exp()
+        stream = self.first(vectors) * scale + self.places
         for block in self.blocks:
             stream = stream + block(stream)
         return transformers.modeling_outputs.ImageClassifierOutput(logits=self.head(stream.mean(1)))
