@@ -47,12 +47,18 @@ def test_models_that_are_not_covered() -> None:
         explain(HOSTS["mamba2"].model().backbone, inputs(), method="gradient", target=-1)
 
 
-def test_frames_that_layers_read_as_sequences_are_not_covered() -> None:
+def test_frames_that_layers_read_as_sequences_have_the_vectors_that_enter_the_first_block() -> None:
     sizes = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
     config = transformers.TimesformerConfig(**sizes, image_size=8, patch_size=4, num_frames=3)
     model = randomize(transformers.TimesformerForVideoClassification(config).eval())
-    with pytest.raises(UncoveredError, match=r"are those of 3 sequences, such as frames or windows, of its 1, and"):
-        explain(model, torch.randn(1, 3, 3, 8, 8), method="gradient", target=-1)
+    video = torch.randn(1, 3, 3, 8, 8)
+    result = explain(model, video, method="input_x_gradient", logit=1, progress=False)
+    with torch.no_grad():
+        vectors = model.timesformer.embeddings(video)
+    vectors.requires_grad_()
+    model.timesformer.embeddings.forward = lambda *_, **__: vectors
+    (gradient,) = torch.autograd.grad(model(video).logits[0, 1], vectors)
+    torch.testing.assert_close(result.scores, (gradient * vectors).sum(-1), rtol=1e-4, atol=1e-6)
 
 
 class Rounded(nn.Module):

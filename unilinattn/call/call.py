@@ -18,7 +18,7 @@ MASKING = "apply_mask_to_padding_states"
 """The function in the file of a host's class that sets padded tokens to zero."""
 
 
-CACHES = ("cache_params", "past_key_values", "past_key_value", "layer_past", "cache", "state")
+CACHES = ("cache_params", "past_key_values", "past_key_value", "layer_past", "cache", "state", "padding_cache")
 """Names of arguments with the states of earlier tokens in models and layers; operators neither read nor write them."""
 
 BASIS = 4096

@@ -45,7 +45,7 @@ from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Target, Trace
 
 TRIED = 4096
-"""Largest number of tokens of a trace on which needs are tried. Together they take about ten runs of the model."""
+"""Largest number of tokens of a layer in a trace on which needs are tried. Together they take about ten runs of the model."""
 
 NAME = "the trial"
 """The name of the method in the errors of trials, which nobody reads."""
@@ -212,9 +212,10 @@ class Needs:
         return replace(self, layers=layers, tried={n: met for n, met in self.tried.items() if n in OF_WHOLE_TRACES})
 
     def met(self, need: Need) -> bool:
-        """Try a need; False for every need of a trace with more than `TRIED` tokens."""
+        """Try a need; False for every need of a trace with a layer of more than `TRIED` tokens."""
         if need not in self.tried:
-            self.tried[need] = self.trace.layers[-1].output[..., 0].numel() <= TRIED and self._try(need)
+            tokens = max(x[..., 0].numel() for layer in self.trace.layers for x in (layer.input, layer.output))
+            self.tried[need] = tokens <= TRIED and self._try(need)
         return self.tried[need]
 
     def _try(self, need: Need) -> bool:

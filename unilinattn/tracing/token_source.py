@@ -241,8 +241,7 @@ def find_vectors(model: nn.Module, arguments: Mapping[str, Any], layers: Sequenc
     if ids is not None and not _reaching(model, arguments, (lookups,), layers, _explained):
         return (lookups,)
     with suppress(UncoveredError):
-        if len(sources := find_sources(model, arguments, layers)) > 1:
-            return sources
+        return find_sources(model, arguments, layers)
     return (Source(stream, find_tokens(model, arguments, layers_of_stream(layers, True))),)
 
 
