@@ -45,7 +45,7 @@ from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Target, Trace
 
 TRIED = 4096
-"""Largest number of tokens of a layer in a trace on which needs are tried. Together they take about ten runs of the model."""
+"""Most tokens of a layer in a trace on which needs are tried. Together they take about ten runs of the model."""
 
 NAME = "the trial"
 """The name of the method in the errors of trials, which nobody reads."""
