@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import ReformerConfig, ReformerModelWithLMHead
 
 import unilinattn as ula
@@ -173,3 +174,21 @@ def test_a_refusal_below_the_methods_names_none_of_them() -> None:
 def _raises(node: ast.Raise) -> str | None:
     called = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
     return called.id if isinstance(called, ast.Name) else None
+
+
+class Shortened(nn.Module):
+    """Convolves a long signal, and then one that is a hundredth of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = (nn.Conv1d(4, 4, 3, padding=1) for _ in range(2))
+
+    def forward(self, signal: torch.Tensor) -> torch.Tensor:
+        return self.last(nn.functional.avg_pool1d(self.first(signal), 100)).mean(2)
+
+
+def test_needs_are_not_tried_where_one_layer_has_many_tokens() -> None:
+    torch.manual_seed(0)
+    short, long = (ula.trace(Shortened().eval(), torch.randn(1, 4, size), progress=False) for size in (400, 4200))
+    assert len(long.layers) == 2 and long.layers[-1].output.shape[1] == 42
+    assert Needs(short, -1, 1, "all").methods() and not Needs(long, -1, 1, "all").methods()

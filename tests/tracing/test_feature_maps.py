@@ -245,6 +245,16 @@ def test_the_tokens_have_the_vectors_that_enter_the_first_block() -> None:
 
 
 @pytest.mark.slow
+def test_vectors_before_sequences_are_replaced_in_runs_of_several_variants() -> None:
+    """The image's tower of BridgeTower reads (token, batch, channel); a run replaces the vectors of each variant."""
+    task, model_type, _ = STREAMS["BridgeTowerModel"]
+    model, inputs, _, _ = prepared(Case(task, model_type, "BridgeTowerModel"))
+    result = ula.explain(model, inputs, method="occlusion", target=-1, progress=False)
+    patches = list(result.streams["key"].values())[1]
+    assert (result.scores[0, -patches:].abs() > 1e-4).all()
+
+
+@pytest.mark.slow
 def test_two_streams_of_one_shape_are_told_by_their_vectors() -> None:
     """Calls of one function return the vectors of both, and those inside of layers are not made in a frozen run."""
     model, inputs, _, _ = prepared(Case("image text to text", "florence2", "Florence2ForConditionalGeneration"))

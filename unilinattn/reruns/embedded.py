@@ -22,7 +22,7 @@ from unilinattn.reruns.rerun import Rerun, of_sequences
 from unilinattn.tracing.lookups import Lookups
 from unilinattn.tracing.token_source import Source, at_call, find_vectors, replaced_at_call, without_lookups
 from unilinattn.tracing.token_streams import TokenStream
-from unilinattn.tracing.tokens import TokenArgument
+from unilinattn.tracing.tokens import OTHER_VECTORS, TokenArgument, TokenCall
 from unilinattn.tracing.trace import Trace
 
 Recorded = list[list[Float[Tensor, "batch token channel"]]]
@@ -198,6 +198,8 @@ class EmbeddedModel:
         if positions is not None:
             arguments = self._trace.explained_logit.kept_at(self._model, arguments, lambda: [positions])
         of_source = vectors.split([stream.shape[1] for stream in self.streams], 1)
+        calls = sum(isinstance(source.origin, TokenCall) for source in self._sources)
+        reached: list[TokenCall] = []
         with ExitStack() as replaced:
             for source, vectors_of_source, channels in zip(self._sources, of_source, self._channels, strict=True):
                 if source.ids is not None:
@@ -207,8 +209,11 @@ class EmbeddedModel:
                     given = source.origin.in_host(vectors_of_source)
                     arguments[source.origin.name] = given.to(source.origin.vectors, copy=True)
                 elif source.origin is not None:
-                    replaced.enter_context(replaced_at_call(source.origin, source.origin.in_host(vectors_of_source)))
+                    other = source.origin.in_host(vectors_of_source)
+                    replaced.enter_context(replaced_at_call(source.origin, other, reached))
             output = call_host(self._model, arguments)
+        if len(reached) < calls:
+            raise UncoveredError(OTHER_VECTORS)
         return Rerun(
             output, (len(sequences), length), kept_positions(arguments, length), self._trace.explained_logit.sizes
         )

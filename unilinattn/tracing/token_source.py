@@ -379,7 +379,13 @@ def at_call(call: TokenCall, change: Callable[[Tensor], Tensor]) -> Functions:
     return Functions(lambda func, args, kwargs, result: change(result) if is_call(func, result) else result)
 
 
-def replaced_at_call(call: TokenCall, vectors: Tensor) -> Functions:
-    """Replace the result of the call that returns the tokens' vectors, in one run."""
-    # The host may write into the copy.
-    return at_call(call, lambda result: vectors.reshape(result.shape).to(result, copy=True))
+def replaced_at_call(call: TokenCall, vectors: Tensor, reached: list[TokenCall] | None = None) -> Functions:
+    """Replace the result of the call that returns the tokens' vectors, in one run; `reached` gets the call then."""
+
+    def replace(result: Tensor) -> Tensor:
+        if reached is not None:
+            reached.append(call)
+        # The host may write into the copy.
+        return vectors.reshape(result.shape).to(result, copy=True)
+
+    return at_call(call, replace)

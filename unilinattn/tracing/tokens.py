@@ -94,9 +94,11 @@ class TokenCall(TokenTensor):
     number: int = -1
 
     def counts(self, function: Any, result: Any) -> bool:
-        """Tell whether a call is one of those that `number` counts, whose results differ in their first axis only."""
-        shape = self.vectors.shape[1:]
-        return function == self.function and isinstance(result, Tensor) and result.shape[1:] == shape
+        """Tell whether a call is one of those that `number` counts, whose results differ in their axis of sequences."""
+        if function != self.function or not isinstance(result, Tensor) or result.ndim != self.vectors.ndim:
+            return False
+        axis = 0 if self.sequences is None else 1
+        return all(a == b for n, (a, b) in enumerate(zip(result.shape, self.vectors.shape, strict=True)) if n != axis)
 
     def finder(self) -> Callable[[Any, Any], bool]:
         """Return a function of the calls of one run in order, true for this call."""
