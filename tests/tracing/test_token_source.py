@@ -283,3 +283,48 @@ def test_an_id_that_takes_the_place_of_others_leaves_the_ids_looked_up() -> None
 
     model = Placed("none")
     assert ula.explain(model, IDS, method="logit", target=-1, progress=False).completeness_gap < LIMIT
+
+
+def decoder() -> nn.Module:
+    """BERT as a decoder of states that its caller has."""
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=8, vocab_size=20)
+    config = transformers.BertConfig(**sizes, is_decoder=True, add_cross_attention=True, layer_norm_eps=1e-30)
+    return transformers.BertLMHeadModel(config).double().eval()
+
+
+@pytest.mark.parametrize("length", [7, 5])
+@pytest.mark.parametrize("method", ["logit", "attn_lrp", "occlusion", "input_x_gradient"])
+def test_the_states_of_an_encoder_that_ran_before_are_tokens(method: str, length: int) -> None:
+    """Also where they are as many as the decoder's tokens."""
+    model, generator = decoder(), torch.Generator().manual_seed(1)
+    states = torch.randn(2, length, 8, dtype=torch.float64, generator=generator)
+    inputs = {"input_ids": IDS, "encoder_hidden_states": states}
+    result = ula.explain(model, inputs, method=method, target=-1, logit=3, progress=False)
+    assert list(result.streams["key"].values()) == [5, length]
+    assert (result.scores.abs() > 1e-12).all()
+    assert result.completeness_gap is None or result.completeness_gap < 1e-10
+    # The states of one sequence are read by it alone.
+    other = states.clone()
+    other[1] = other[1].roll(1, 0)
+    moved = ula.explain(
+        model, {**inputs, "encoder_hidden_states": other}, method=method, target=-1, logit=3, progress=False
+    )
+    torch.testing.assert_close(moved.scores[0], result.scores[0], rtol=1e-6, atol=1e-12)
+    # Without places of their own they may be in any order.
+    torch.testing.assert_close(moved.scores[1, 5:], result.scores[1, 5:].roll(1, 0), rtol=1e-6, atol=1e-10)
+
+
+def test_gradients_at_an_encoders_states_are_those_of_the_model() -> None:
+    model, states = decoder(), torch.randn(2, 7, 8, dtype=torch.float64, requires_grad=True)
+    result = ula.explain(
+        model,
+        {"input_ids": IDS, "encoder_hidden_states": states.detach()},
+        method="input_x_gradient",
+        target=-1,
+        logit=3,
+        progress=False,
+    )
+    logits = model(input_ids=IDS, encoder_hidden_states=states).logits[:, -1, 3]
+    (gradient,) = torch.autograd.grad(logits.sum(), states)
+    torch.testing.assert_close(result.scores[:, 5:], (gradient * states).sum(-1).detach(), rtol=1e-6, atol=1e-12)

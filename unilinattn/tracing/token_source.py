@@ -17,13 +17,12 @@ from unilinattn.host.indices import checked_indices
 from unilinattn.host.inputs import call_host, ids_name, is_ids, sequences_in
 from unilinattn.host.isolation import runs_in_gradient_mode
 from unilinattn.host.logits import KEEP, logits_in
-from unilinattn.host.observer import Functions
 from unilinattn.host.run import run
 from unilinattn.tracing.changed_inputs import changed_input, has_numbers, mixed_channels
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.lookups import Lookups
-from unilinattn.tracing.token_streams import TokenStream, stream_written, token_streams, tower_of
-from unilinattn.tracing.tokens import TokenArgument, TokenCall, find_tokens, require_own_tokens
+from unilinattn.tracing.token_streams import TokenStream, stream_read, stream_written, token_streams, tower_of
+from unilinattn.tracing.tokens import TokenArgument, TokenCall, find_tokens, replaced_at_call, require_own_tokens
 
 
 @dataclass(frozen=True)
@@ -106,14 +105,40 @@ def find_sources(model: nn.Module, arguments: Mapping[str, Any], layers: Sequenc
     if len(streams) > 1 and (sources := _of_several(model, arguments, layers, lookups, batch)):
         return sources
     require_own_tokens(model, arguments, None if ids is None else arguments[ids], layers)
-    if ids is not None:
-        reaching = _reaching(model, arguments, (lookups,), layers, _explained)
-        beside = [Source(stream, None, name) for name in reaching for stream in _read_only(arguments[name], layers)]
-        if not reaching or (beside and not _reaching(model, arguments, (lookups, *beside), layers, _explained)):
-            return (lookups, *beside)
+    if ids is not None and (sources := _with_others(model, arguments, layers, lookups)):
+        return sources
     source = Source(streams[0], find_tokens(model, arguments, layers))
+    if sources := _with_others(model, arguments, layers, source):
+        return sources
     require_alone(model, arguments, (source,), layers, _explained)
     return (source,)
+
+
+def _with_others(
+    model: nn.Module, arguments: Mapping[str, Any], layers: Sequence[Layer], source: Source
+) -> tuple[Source, ...]:
+    """Return a source and the arguments that layers read beside it, if these are all that reaches the output, or none.
+
+    Such as the entities of a text, or the states of an encoder that ran before.
+    """
+    reaching = _reaching(model, arguments, (source,), layers, _explained)
+    others = [other for name in reaching if (other := _read_beside(name, arguments[name], layers)) is not None]
+    if not reaching or (others and not _reaching(model, arguments, (source, *others), layers, _explained)):
+        return (source, *others)
+    return ()
+
+
+def _read_beside(name: str, value: Any, layers: Sequence[Layer]) -> Source | None:
+    """Return the source of the tokens of an argument, ids or vectors, that layers read and none writes."""
+    is_vectors = isinstance(value, Tensor) and value.is_floating_point() and value.ndim == 3
+    if not is_vectors and not is_ids(value):
+        return None
+    streams, transparent = token_streams(layers), [layer for layer in layers if not layer.opaque]
+    read = (stream_read(layer, port, layers, streams) for layer in transparent for port in layer.ports)
+    stream = next((stream for stream in read if stream.shape == value.shape[:2] and not stream.layers), None)
+    if stream is None:
+        return None
+    return Source(stream, TokenArgument(value, name=name)) if is_vectors else Source(stream, None, name)
 
 
 def _of_several(
@@ -139,16 +164,6 @@ def _of_several(
                 require_alone(model, arguments, (source,), layers, _explained)
                 return (source,)
     return _several(model, arguments, layers, streams, batch)
-
-
-def _read_only(value: Any, layers: Sequence[Layer]) -> list[TokenStream]:
-    """Return the stream of an argument's ids, such as entities, if layers read as many tokens and none writes them."""
-    shape = tuple(value.shape) if is_ids(value) else ()
-    if not shape or shape in {stream.shape for stream in token_streams(layers)}:
-        return []
-    transparent = [layer for layer in layers if not layer.opaque]
-    ports = (port for layer in transparent for port, read in layer.ports.items() if read == shape)
-    return [TokenStream(port, shape, ()) for port in ports][:1]
 
 
 def _first_source(model: nn.Module, arguments: Mapping[str, Any], layers: Sequence[Layer], batch: int) -> Source:
@@ -371,21 +386,3 @@ def _hold(model: nn.Module, traced: Mapping[str, Any], layers: Sequence[Layer], 
             yield
 
     return hold
-
-
-def at_call(call: TokenCall, change: Callable[[Tensor], Tensor]) -> Functions:
-    """Pass the result of the call that returns the tokens' vectors through a function, in one run."""
-    is_call = call.finder()
-    return Functions(lambda func, args, kwargs, result: change(result) if is_call(func, result) else result)
-
-
-def replaced_at_call(call: TokenCall, vectors: Tensor, reached: list[TokenCall] | None = None) -> Functions:
-    """Replace the result of the call that returns the tokens' vectors, in one run; `reached` gets the call then."""
-
-    def replace(result: Tensor) -> Tensor:
-        if reached is not None:
-            reached.append(call)
-        # The host may write into the copy.
-        return vectors.reshape(result.shape).to(result, copy=True)
-
-    return at_call(call, replace)

@@ -188,6 +188,24 @@ def find_tokens(
     return replace(alike, number=sum(earlier))
 
 
+def at_call(call: TokenCall, change: Callable[[Tensor], Tensor]) -> Functions:
+    """Pass the result of the call that returns the tokens' vectors through a function, in one run."""
+    is_call = call.finder()
+    return Functions(lambda func, args, kwargs, result: change(result) if is_call(func, result) else result)
+
+
+def replaced_at_call(call: TokenCall, vectors: Tensor, reached: list[TokenCall] | None = None) -> Functions:
+    """Replace the result of the call that returns the tokens' vectors, in one run; `reached` gets the call then."""
+
+    def replace(result: Tensor) -> Tensor:
+        if reached is not None:
+            reached.append(call)
+        # The host may write into the copy.
+        return vectors.reshape(result.shape).to(result, copy=True)
+
+    return at_call(call, replace)
+
+
 def require_own_tokens(
     model: nn.Module, arguments: Mapping[str, Any], ids: Tensor | None, layers: Sequence[Layer]
 ) -> None:
