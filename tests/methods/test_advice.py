@@ -85,14 +85,14 @@ def test_patches_in_place_of_ids_are_tokens_of_the_text() -> None:
     assert result.completeness_gap < 1e-5
 
 
-def test_a_tuned_prompt_is_explained_as_vectors_of_the_model_inside() -> None:
+def test_a_tuned_prompt_has_shares_as_vectors_of_the_model_inside_have() -> None:
     model, inputs = prompted()
-    with pytest.raises(UncoveredError, match="Give the model inside of it inputs_embeds with all tokens"):
-        ula.explain(model.eval(), inputs, target=-1)
+    whole = ula.explain(model.eval(), inputs, target=-1)
     inside = model.get_base_model()
     vectors = torch.cat([model.get_prompt(1), inside.get_input_embeddings()(inputs)], 1).detach()
     result = ula.explain(inside, {"inputs_embeds": vectors}, target=-1)
     assert result.method == "attn_lrp" and result.scores.shape[-1] == LENGTH + 3
+    torch.testing.assert_close(whole.scores, result.scores, rtol=1e-4, atol=1e-6)
 
 
 def test_without_a_residual_stream_alti_works_on_the_output() -> None:

@@ -6,6 +6,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 import transformers
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 import unilinattn as ula
 from tests.methods.hosts import HOSTS
 from unilinattn.errors import UncoveredError
-from unilinattn.testing import TOLERANCES, left_as_found, relative_error
+from unilinattn.testing import TOLERANCES, left_as_found, randomize, relative_error
 from unilinattn.tracing.token_source import find_sources
 
 IDS = torch.tensor([[1, 2, 3, 4, 5], [7, 6, 5, 4, 3]])
@@ -328,3 +329,43 @@ def test_gradients_at_an_encoders_states_are_those_of_the_model() -> None:
     logits = model(input_ids=IDS, encoder_hidden_states=states).logits[:, -1, 3]
     (gradient,) = torch.autograd.grad(logits.sum(), states)
     torch.testing.assert_close(result.scores[:, 5:], (gradient * states).sum(-1).detach(), rtol=1e-6, atol=1e-12)
+
+
+def document() -> tuple[nn.Module, dict[str, Tensor]]:
+    """LayoutLMv3 puts the patches of a page behind its words, whose places bias its attention."""
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, vocab_size=20)
+    sizes |= dict(coordinate_size=2, shape_size=4, input_size=16, patch_size=8, max_2d_position_embeddings=64)
+    config = transformers.LayoutLMv3Config(**sizes, num_labels=5)
+    places = torch.randint(0, 30, (2, 5, 4)).sort(-1).values
+    inputs = {"input_ids": IDS, "bbox": places, "pixel_values": torch.randn(2, 3, 16, 16, dtype=torch.float64)}
+    return randomize(transformers.LayoutLMv3ForTokenClassification(config)).double().eval(), inputs
+
+
+@pytest.mark.parametrize("method", ["logit", "occlusion"])
+def test_patches_beside_words_have_shares(method: str) -> None:
+    model, inputs = document()
+    result = ula.explain(model, inputs, method=method, target=2, logit=1, progress=False)
+    assert result.scores.shape == (2, 10) and (result.scores.abs() > 0).all()
+    assert result.completeness_gap is None or result.completeness_gap < 1e-10
+    other = {**inputs, "pixel_values": inputs["pixel_values"].clone()}
+    other["pixel_values"][1, :, :8, :8] += 1
+    moved = ula.explain(model, other, method=method, target=2, logit=1, progress=False)
+    torch.testing.assert_close(moved.scores[0], result.scores[0], rtol=1e-8, atol=1e-12)
+    assert (moved.scores[1, 6] - result.scores[1, 6]).abs() > 1e-8
+
+
+def test_a_tokenizer_names_the_words_among_patches() -> None:
+    model, inputs = document()
+    tokenizer = words()
+    result = ula.explain(model, inputs, method="logit", target=2, logit=1, tokenizer=tokenizer, progress=False)
+    assert result.tokens is not None
+    assert [label.strip() for label in result.tokens[0]] == [*"abcde", *(f"added {n}" for n in range(5))]
+
+
+def words() -> Any:
+    """A tokenizer whose words have the ids from 1 on."""
+    names = ["[UNK]", *"abcdefghijklmnopqrs"]
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({name: n for n, name in enumerate(names)}, "[UNK]"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="[UNK]")

@@ -192,7 +192,7 @@ def _require_recorded(layer: Layer, name: str, value: Tensor, recorded: Tensor) 
         raise UncoveredError(
             f"{layer.name} reads {name}, whose value is not that of the trace: an earlier layer returned it in "
             "addition to its output, and the adapter of that layer does not compute it (`shared_values` of "
-            "register_architecture)."
+            "register_architecture), or the model draws random numbers."
         )
 
 

@@ -11,6 +11,7 @@ from unilinattn.host.inputs import is_ids
 from unilinattn.host.labels import labels_of_ids
 from unilinattn.methods.targets import logit_names
 from unilinattn.results.attribution import Attribution
+from unilinattn.tracing.tokens import first_of_ids
 from unilinattn.tracing.trace import Trace
 
 Tokens = Sequence[str] | Sequence[Sequence[str]] | Callable[..., Any]
@@ -65,7 +66,8 @@ def labels_of_tokens(tokens: Any, trace: Trace, streams: Mapping[str, int] = Map
                 f"tokens is a tokenizer, and {trace.model} was not given one tensor of token ids that it could name; "
                 "give one list of texts a sequence."
             )
-        return [labels_of_ids(tokens, row) for row in trace.ids.tolist()]
+        names = [labels_of_ids(tokens, row) for row in trace.ids.tolist()]
+        return names if trace.ids.shape == trace.token_shape else _among_added(names, trace)
     if isinstance(tokens, str) or not isinstance(tokens, Sequence):
         raise InputError(
             f"tokens is a {type(tokens).__name__}; give one text a token, in one list a sequence, or the tokenizer."
@@ -79,6 +81,19 @@ def labels_of_tokens(tokens: Any, trace: Trace, streams: Mapping[str, int] = Map
             "tokens holds texts and other values side by side; give one list of texts a sequence, or the tokenizer."
         )
     return _filled([list(row) for row in rows], trace)
+
+
+def _among_added(names: list[list[str]], trace: Trace) -> list[list[str]]:
+    """Return the texts of ids among the tokens that a model adds, such as patches or a tuned prompt.
+
+    These have their numbers, and all have if it is unknown which are those of the ids.
+    """
+    first, length = first_of_ids(trace.host, trace.arguments, trace.layers), trace.token_shape[1]
+    if first is None:
+        return [[f"token {index}" for index in range(length)] for _ in names]
+    last = [length - first - len(row) for row in names]
+    added = [f"added {index}" for index in range(first + max(last, default=0))]
+    return [[*added[:first], *row, *added[first : first + rest]] for row, rest in zip(names, last, strict=True)]
 
 
 def _filled(rows: list[list[str]], trace: Trace) -> list[list[str]]:

@@ -104,6 +104,12 @@ def find_sources(model: nn.Module, arguments: Mapping[str, Any], layers: Sequenc
     lookups = Source(streams[0], None, ids)
     if len(streams) > 1 and (sources := _of_several(model, arguments, layers, lookups, batch)):
         return sources
+    if ids is not None and arguments[ids].shape != layers[0].output.shape[:2]:
+        # Patches beside a text, and tuned prompts, enter the first block with it.
+        with suppress(UncoveredError):
+            source = Source(streams[0], find_tokens(model, arguments, layers))
+            require_alone(model, arguments, (source,), layers, _explained)
+            return (source,)
     require_own_tokens(model, arguments, None if ids is None else arguments[ids], layers)
     if ids is not None and (sources := _with_others(model, arguments, layers, lookups)):
         return sources

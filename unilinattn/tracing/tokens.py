@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, count
@@ -11,13 +12,16 @@ from typing import Any
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
+from torch.nn import functional
 
 from unilinattn.call.axes import as_tokens, channel_axis, in_shape
 from unilinattn.call.exactness import layer_tolerance, relative_error
 from unilinattn.errors import UncoveredError
-from unilinattn.host.inputs import call_host
+from unilinattn.host.inputs import call_host, ids_name
+from unilinattn.host.isolation import runs_in_gradient_mode
 from unilinattn.host.observer import Functions
 from unilinattn.host.run import run
+from unilinattn.tracing.changed_inputs import changed_input
 from unilinattn.tracing.layer import Layer
 
 NAMED = 4
@@ -186,6 +190,27 @@ def find_tokens(
     alike = TokenCall(stream, axis, sequences, calls[matches[-1]][0])
     earlier = [alike.counts(*call) for call in calls[: matches[-1]]]
     return replace(alike, number=sum(earlier))
+
+
+@runs_in_gradient_mode(False)
+def first_of_ids(model: nn.Module, arguments: Mapping[str, Any], layers: Sequence[Layer]) -> int | None:
+    """Return the number of tokens that a model puts before those of its ids, None if it is unknown.
+
+    The vectors that enter the first block move with the ids of the same tokens.
+    """
+    if (name := ids_name(arguments)) is None:
+        return None
+    # The model may accept no other ids, or add tokens among them.
+    with suppress(Exception):
+        before, other = find_tokens(model, arguments, layers), changed_input(model, arguments, name)
+        after = find_tokens(model, other, layers)
+        moved = (before.tokens(before.vectors) != after.tokens(after.vectors)).any(-1)
+        changed = arguments[name] != other[name]
+        added = moved.shape[1] - changed.shape[1]
+        placed = {start: functional.pad(changed, (start, added - start)) for start in range(added + 1)}
+        fits = [start for start, expected in placed.items() if torch.equal(expected, moved)]
+        return fits[0] if len(fits) == 1 else None
+    return None
 
 
 def at_call(call: TokenCall, change: Callable[[Tensor], Tensor]) -> Functions:
