@@ -369,3 +369,25 @@ def words() -> Any:
     inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({name: n for n, name in enumerate(names)}, "[UNK]"))
     inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     return transformers.PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="[UNK]")
+
+
+class Shifted(nn.Module):
+    """A decoder whose logits a third input shifts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = decoder()
+
+    def forward(self, input_ids: Tensor, encoder_hidden_states: Tensor, image: Tensor) -> Any:
+        logits = self.inner(input_ids=input_ids, encoder_hidden_states=encoder_hidden_states).logits
+        return {"logits": logits + image.mean((1, 2))[:, None, None]}
+
+
+def test_an_input_beside_tokens_and_states_is_refused() -> None:
+    inputs = {
+        "input_ids": IDS,
+        "encoder_hidden_states": torch.randn(2, 7, 8, dtype=torch.float64),
+        "image": torch.randn(2, 3, 4, dtype=torch.float64),
+    }
+    with pytest.raises(UncoveredError, match=r"image.* the output of Shifted beside the vectors of its tokens"):
+        ula.explain(Shifted().eval(), inputs, method="logit", target=-1, logit=3, progress=False)
