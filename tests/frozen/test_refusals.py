@@ -107,8 +107,8 @@ def test_a_hook_that_requires_gradients_changes_nothing() -> None:
     assert torch.equal(shares[0].tokens, shares[1].tokens) and torch.equal(shares[0].bias, shares[1].bias)
 
 
-def test_tokens_that_the_model_adds_are_refused() -> None:
-    model = llama_model()
+def test_tokens_that_the_model_adds_have_shares() -> None:
+    model, plain = llama_model(), llama_model()
     embed, prompt = model.model.embed_tokens, torch.randn(1, 3, 8, dtype=torch.float64)
 
     def prompted(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -116,8 +116,13 @@ def test_tokens_that_the_model_adds_are_refused() -> None:
         return args, {**kwargs, "inputs_embeds": torch.cat([prompt.expand(len(vectors), -1, -1), vectors], 1)}
 
     model.register_forward_pre_hook(prompted, with_kwargs=True)
-    with pytest.raises(UncoveredError, match=r"have 16 tokens, and its input has 13 ids.*such as a tuned prompt"):
-        frozen(ula.trace(model, token_ids(), progress=False))
+    shares = frozen(ula.trace(model, token_ids(), progress=False)).shares(-1, 3)
+    with torch.no_grad():
+        vectors = torch.cat([prompt.expand(len(token_ids()), -1, -1), embed(token_ids())], 1)
+    inside = frozen(ula.trace(plain, {"inputs_embeds": vectors}, progress=False)).shares(-1, 3)
+    assert shares.tokens.shape[1] == 16
+    torch.testing.assert_close(shares.tokens, inside.tokens, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(shares.bias, inside.bias, rtol=1e-6, atol=1e-9)
 
 
 def test_a_custom_autograd_function_is_detected_and_named() -> None:

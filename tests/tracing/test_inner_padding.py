@@ -84,8 +84,9 @@ def test_a_text_has_its_labels_and_words() -> None:
 
 def test_tokens_that_a_prompt_adds_are_no_padding() -> None:
     model, inputs = prompted()
-    with pytest.raises(ula.UnilinattnError, match="the model adds tokens, such as a tuned prompt"):
-        ula.explain(model.eval(), inputs, method="logit", target=-1)
+    result = ula.explain(model.eval(), inputs, method="logit", target=-1)
+    assert result.mask is None and result.scores.shape[1] == inputs.shape[1] + 3
+    assert (result.scores[0, :3] != 0).all()
 
 
 def test_patches_beside_the_ids_are_no_padding() -> None:
