@@ -235,8 +235,10 @@ class TokenRun:
     @property
     def grid(self) -> tuple[int, int] | None:
         """The (rows, columns) of the tokens, if they are those of an image that enters the first block."""
-        origin = self._spec.sources[0].origin
-        return origin.grid if origin is not None and len(self._spec.sources) == 1 else None
+        source = self._spec.sources[0]
+        grid = None if source.origin is None or len(self._spec.sources) > 1 else source.origin.grid
+        # Windows of an image have a grid each.
+        return grid if grid is not None and grid[0] * grid[1] == source.stream.shape[1] else None
 
 
 Run = TypeVar("Run")

@@ -73,7 +73,7 @@ class Layer:
         assert record.architecture is not None and record.output is not None
         source, prefix = record.entered, record.prefix
         if source is None:
-            raise WithoutVectorsError(name)
+            raise WithoutVectorsError(name, record.name)
         self.name, self.module, self._architecture = name, record.module, record.architecture
         self.kind, self.architecture = record.kind, record.architecture.name
         self.structure, self.seen = record.structure, tuple(record.seen)
@@ -357,8 +357,8 @@ class Layer:
 class WithoutVectorsError(UncoveredError):
     """A layer, such as one that looks up ids and mixes their vectors, has no tensor of tokens among its arguments."""
 
-    def __init__(self, layer: str) -> None:
-        self.layer = layer
+    def __init__(self, layer: str, path: str) -> None:
+        self.path = path
         super().__init__(
             f"{layer} was called without a (batch, length, channel) tensor; move what mixes to a module with one."
         )

@@ -315,7 +315,7 @@ def trace(
         again.text = None if text is None else padded_text(text, longer)
         return again
     except (UncoveredError, UnknownArchitectureError) as error:
-        path = error.layer if isinstance(error, WithoutVectorsError) else None
+        path = error.path if isinstance(error, WithoutVectorsError) else None
         regional = regional_model(model, arguments, path)
         if regional is None:
             raise
