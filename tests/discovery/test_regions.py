@@ -372,3 +372,20 @@ def test_a_module_that_mixes_the_vectors_it_looks_up_is_a_region() -> None:
     assert joined.tolist() == [[False, False, True, True, True, False, False]] * 2
     assert max(layer.reconstruction_error() for layer in trace.layers) < 1e-12
     assert ula.explain(trace, method="logit", target=-1).completeness_gap < 1e-12
+
+
+class Bare(Inline):
+    """Returns a tensor, as a layer does, but reads ids."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        logits: Tensor = super().forward(input_ids).logits
+        return logits
+
+
+def test_a_model_that_is_itself_the_layer_that_mixes_is_taken_apart() -> None:
+    torch.manual_seed(0)
+    bare = randomize(Bare().double()).eval()
+    ids = torch.randint(VOCABULARY, (2, 7))
+    trace = ula.trace(bare, ids, progress=False)
+    assert len(trace.layers) == DEPTH and not any(layer.name == "Bare" for layer in trace.layers)
+    assert ula.explain(trace, method="logit", target=-1, progress=False).completeness_gap < 1e-10
