@@ -391,3 +391,22 @@ def test_an_input_beside_tokens_and_states_is_refused() -> None:
     }
     with pytest.raises(UncoveredError, match=r"image.* the output of Shifted beside the vectors of its tokens"):
         ula.explain(Shifted().eval(), inputs, method="logit", target=-1, logit=3, progress=False)
+
+
+class Stamped(nn.Module):
+    """A model of words and patches whose logits a third input shifts."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, input_ids: Tensor, bbox: Tensor, pixel_values: Tensor, stamp: Tensor) -> Any:
+        logits = self.inner(input_ids=input_ids, bbox=bbox, pixel_values=pixel_values).logits
+        return {"logits": logits + stamp.mean((1, 2))[:, None, None]}
+
+
+def test_an_input_beside_words_and_patches_is_refused() -> None:
+    model, inputs = document()
+    inputs = {**inputs, "stamp": torch.randn(2, 3, 4, dtype=torch.float64)}
+    with pytest.raises(UncoveredError, match="two inputs reach its output"):
+        ula.explain(Stamped(model).eval(), inputs, method="logit", target=2, logit=1, progress=False)
