@@ -179,7 +179,7 @@ def test_as_many_tokens_as_channels_are_told_apart_before_and_after_a_turn() -> 
 
 @pytest.mark.parametrize("leaks", [False, True])
 def test_an_encoder_of_as_many_frames_as_channels_is_traced(leaks: bool) -> None:
-    """What mixes tokens between the turn of the axes and the first layer is not missed."""
+    """A module that mixes tokens between the turn of the axes and the first layer is noticed."""
     sizes = dict(d_model=16, encoder_layers=2, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2)
     sizes |= dict(encoder_ffn_dim=8, decoder_ffn_dim=8, num_mel_bins=4, max_source_positions=16)
     special = dict(vocab_size=20, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1)

@@ -220,6 +220,9 @@ def test_a_target_among_the_tokens_of_windows_is_refused() -> None:
     with pytest.raises(UncoveredError, match=r"runs on \d+ windows of \d+ tokens, and a target counts the \d+ tokens"):
         explain(host_trace, method="latim", target=-1)
     assert explain(host_trace).scores.isfinite().all()
+    both = trace(model, torch.randn(2, 3, 28, 28))
+    with pytest.raises(UncoveredError, match="has 8 sequences, such as windows, of the 2 of its input"):
+        explain(both, method="knockout", target=-1)
 
 
 @pytest.mark.parametrize("ask", [partial(explain, method="alti", compose="rollout"), estimate])

@@ -123,7 +123,7 @@ def test_methods_by_the_gradient_need_a_function(method: str) -> None:
     """The gradient of a normed vector's length is zero, and scores would be rounding."""
     with pytest.raises(InputError, match="LlamaModel returns no logits; give `logit` as a function"):
         ula.explain(llama(), ids(), method=method, target=3, progress=False)
-    # A norm without a scale of its own channels: their squares add up to their number, but for `eps`.
+    # The norm's weight is one for every channel, so that squares add up to the number of channels, but for `eps`.
     model = model_of("BertModel", "BertConfig", **SMALL, vocab_size=20, layer_norm_eps=1e-30).double()
     length = ula.explain(model, ids(), method="gradient", logit=lambda out: out.last_hidden_state[:, 3].norm(dim=-1))
     first = ula.explain(model, ids(), method="gradient", logit=lambda out: out.last_hidden_state[:, 3, 0])

@@ -122,6 +122,28 @@ def test_an_input_beside_tokens_and_states_is_refused() -> None:
         ula.explain(Shifted().eval(), inputs, method="logit", target=-1, logit=3, progress=False)
 
 
+class Pooled(nn.Module):
+    """Reads its text by one query, so that its last layer has one token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.query = nn.Embedding(20, 8), nn.Parameter(torch.randn(1, 1, 8))
+        self.block = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True, norm_first=True)
+        self.pool, self.head = nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 3)
+        self.last = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True, norm_first=True)
+
+    def forward(self, input_ids: Tensor) -> Any:
+        text = self.block(self.embedding(input_ids))
+        pooled = self.pool(self.query.expand(len(text), -1, -1), text, text)[0]
+        return {"logits": self.head(self.last(pooled)[:, 0])}
+
+
+def test_a_tokenizer_names_the_words_that_a_pool_reads() -> None:
+    torch.manual_seed(0)
+    result = ula.explain(Pooled().eval(), IDS, method="logit", tokenizer=words(), progress=False)
+    assert result.tokens is not None and [label.strip() for label in result.tokens[0]] == list("abcde")
+
+
 class Stamped(nn.Module):
     """A model of words and patches whose logits a third input shifts."""
 

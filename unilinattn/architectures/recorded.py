@@ -107,10 +107,10 @@ def recorded_stages(call: Call) -> Flow:
     """Return the stages of a module, which need not mix tokens."""
     module, arguments = _promoted(call)
     is_live = call.input.requires_grad
-    tensors_given = unlisted(arguments)
-    entered = next((v for v in tensors_given.values() if _has_tokens(v) and v.numel() == call.input.numel()), None)
+    by_name = unlisted(arguments)
+    entered = next((v for v in by_name.values() if _has_tokens(v) and v.numel() == call.input.numel()), None)
     axes = 3 if entered is None else entered.ndim
-    streams = {name: value for name, value in tensors_given.items() if _is_stream(value, axes)}
+    streams = {name: value for name, value in by_name.items() if _is_stream(value, axes)}
     fitting = [name for name, value in streams.items() if value.numel() == call.input.numel()]
     if not fitting:
         raise UncoveredError(f"{_named(call)}: none of its arguments is (batch, token, channel).")

@@ -67,7 +67,8 @@ def labels_of_tokens(tokens: Any, trace: Trace, streams: Mapping[str, int] = Map
                 "give one list of texts a sequence."
             )
         names = [labels_of_ids(tokens, row) for row in trace.ids.tolist()]
-        return names if trace.ids.shape == trace.token_shape else _among_added(names, trace)
+        # The last layer may also have fewer tokens, as an attention pool has.
+        return _among_added(names, trace) if trace.token_shape[1] > trace.ids.shape[1] else names
     if isinstance(tokens, str) or not isinstance(tokens, Sequence):
         raise InputError(
             f"tokens is a {type(tokens).__name__}; give one text a token, in one list a sequence, or the tokenizer."

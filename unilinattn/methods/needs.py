@@ -272,8 +272,8 @@ def advised(
     """Add a note and `advice` to the refusal of a method; with `costed` only methods with an estimate are named."""
 
     def number(name: str) -> Logit:
-        given = {"logit": options.get("logit")}
-        logit: Logit = explained_options(trace, list_methods()[name], target, given)["logit"]
+        option = {"logit": options.get("logit")}
+        logit: Logit = explained_options(trace, list_methods()[name], target, option)["logit"]
         return logit
 
     def accepted(name: str) -> bool:

@@ -206,8 +206,8 @@ class EmbeddedModel:
                     by_lookup = [vectors_of_source[..., each] for each in channels]
                     replaced.enter_context(self._lookups[source.ids].replaced(arguments, by_lookup))
                 elif isinstance(source.origin, TokenArgument):
-                    given = source.origin.in_host(vectors_of_source)
-                    arguments[source.origin.name] = given.to(source.origin.vectors, copy=True)
+                    value = source.origin.in_host(vectors_of_source)
+                    arguments[source.origin.name] = value.to(source.origin.vectors, copy=True)
                 elif source.origin is not None:
                     other = source.origin.in_host(vectors_of_source)
                     replaced.enter_context(replaced_at_call(source.origin, other, reached))

@@ -16,7 +16,7 @@ from unilinattn.errors import InputError, OptionError, UncoveredError
 from unilinattn.frozen.token_pass import Case, shared_cases, shared_run
 from unilinattn.host.isolation import in_gradient_mode, with_own_random_numbers
 from unilinattn.host.logits import Logit, picked
-from unilinattn.host.scalars import values_of
+from unilinattn.host.scalars import OutputScalar, values_of
 from unilinattn.memory import allowed, require_result
 from unilinattn.optional import import_extra
 from unilinattn.options.bases import ScalarOptions
@@ -84,6 +84,13 @@ class ExplainedNumber:
         """
         self._explained, self._cases, self._measure = trace.explained_logit, cases, measure
         self._batch = trace.layers[-1].output.shape[0]
+        for _, logit in cases:
+            if isinstance(logit, OutputScalar) and logit.count != self._batch:
+                raise UncoveredError(
+                    f"the last layer of {trace.model} has {self._batch} sequences, such as windows, of the "
+                    f"{logit.count} of its input, so the rows of one sequence are unknown and it cannot run again by "
+                    "itself."
+                )
         alone = any(target is None or callable(logit) for target, logit in cases)
         assert not alone or len(cases) == 1
         targets = [target for target, _ in cases if target is not None]
