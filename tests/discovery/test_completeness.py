@@ -48,6 +48,13 @@ class Text(Layers):
         return super().forward(self.embedding(ids))
 
 
+class Pooled(Layers):
+    """The mean of each three tokens behind the layers, in the model's own forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).unflatten(1, (4, 3)).mean(2)
+
+
 class Of(nn.Module):
     """A function of the stream as a module, with the modules that it calls."""
 
@@ -148,6 +155,8 @@ def test_mixing_without_a_layer_is_refused_by_its_place(name: str) -> None:
 TOKENWISE: dict[str, Callable[[], nn.Module]] = {
     "mean pooling": lambda: Layers(behind=Of(lambda x: x.mean(1))),
     "the last token": lambda: Layers(behind=Of(lambda x: x[:, -1])),
+    "pooling to fewer tokens": lambda: Pooled(),
+    "an image of the tokens": lambda: Layers(behind=Of(lambda x: x[..., 0].unflatten(1, (3, 4)))),
     "softmax over channels": lambda: Layers(between=Of(lambda x: x * x.softmax(-1))),
     "attention whose result nothing reads": lambda: Layers(
         between=Of(lambda x, attention: (pooled(x, attention), x)[1], nn.MultiheadAttention(WIDTH, 2, batch_first=True))
@@ -163,8 +172,32 @@ def test_code_that_keeps_tokens_apart_is_not_refused(name: str) -> None:
     assert len(ula.trace(TOKENWISE[name]().eval(), SIGNAL).layers) == 2
 
 
+class Towers(Layers):
+    """Two streams of 12 and 4 tokens; the output has tokens of the second one, which read the mean of the first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        queries = x[:, :4] * x.new_zeros(()) + torch.linspace(0, 1, WIDTH).to(x)
+        x = x + self.first(x)
+        return queries + self.second(queries) + x.mean(1, keepdim=True)
+
+
+def test_an_output_with_the_tokens_of_a_stream_may_not_pool_another_one() -> None:
+    with pytest.raises(UnknownArchitectureError, match="between second and the output"):
+        ula.trace(Towers().eval(), SIGNAL)
+
+
 SQUARE = SIGNAL[:, :WIDTH]
 """As many tokens as channels."""
+
+
+def test_a_pool_of_as_many_frames_as_channels_is_a_layer() -> None:
+    """It has its channels in the second axis, and the layers before it in the last one."""
+    model = Layers(behind=Of(by_channel, nn.AvgPool1d(3, 3))).eval().double()
+    layers = ula.trace(model, SQUARE.double()).layers
+    assert [tuple(layer.output.shape) for layer in layers] == [*[(2, WIDTH, WIDTH)] * 2, (2, 2, WIDTH)]
+    assert layers[-1].reconstruction_error() < 1e-12
+    with pytest.raises((UncoveredError, UnknownArchitectureError), match=r"between \(.*Of\)"):
+        ula.trace(Layers(between=Of(packed), behind=Of(by_channel, nn.AvgPool1d(3, 3))).eval(), SQUARE)
 
 
 def test_as_many_tokens_as_channels_are_told_apart_before_and_after_a_turn() -> None:
@@ -304,3 +337,12 @@ def test_rounding_that_layers_add_up_is_no_other_result(is_rounding: bool, monke
         monkeypatch.setattr(agreement, "_is_rounding", lambda *_: False)
     warnings = ula.trace(model, torch.arange(24).remainder(VOCABULARY).unsqueeze(0)).warnings
     assert len(warnings) == (not is_rounding)
+
+
+def test_a_refusal_is_not_remembered_for_shorter_inputs() -> None:
+    """As many tokens as channels, or rows, may have been misread."""
+    model = Layers(between=Of(lambda x: packed(x) if x.shape[1] == 12 else x)).eval()
+    for _ in range(2):
+        with pytest.raises((UncoveredError, UnknownArchitectureError)):
+            ula.trace(model, SIGNAL)
+        assert "first" in [layer.name for layer in ula.trace(model, SIGNAL[:, :9]).layers]

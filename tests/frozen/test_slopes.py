@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import functional
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -60,6 +60,10 @@ SLOPED: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
     "sin": (torch.sin, 1),
     "logsigmoid": (functional.logsigmoid, 1 / 2),
     "hardtanh": (functional.hardtanh, 1),
+    "tanhshrink": (functional.tanhshrink, 0),
+    "softshrink": (lambda x: functional.softshrink(x, 0.5), 0),
+    "hardshrink": (lambda x: functional.hardshrink(x, 0.5), 0),
+    "threshold": (lambda x: functional.threshold(x, 0.5, 0.0), 0),
 }
 
 
@@ -89,3 +93,57 @@ def test_slopes_are_those_of_the_line_to_zero(name: str) -> None:
     at_zero = function(torch.zeros((), dtype=FAR.dtype))
     assert relative_error(value[None], function(FAR)[None]) <= EXACT
     assert relative_error((slope * FAR)[None], (function(FAR) - at_zero)[None]) <= EXACT
+
+
+ACTIVATIONS: dict[str, Callable[[bool], nn.Module]] = {
+    "ReLU": nn.ReLU,
+    "LeakyReLU": lambda inplace: nn.LeakyReLU(0.1, inplace),
+    "RReLU": lambda inplace: nn.RReLU(inplace=inplace),
+    "PReLU": lambda inplace: nn.PReLU(CHANNELS),
+    "SiLU": nn.SiLU,
+    "ELU": lambda inplace: nn.ELU(inplace=inplace),
+    "Threshold": lambda inplace: nn.Threshold(0.5, 0.0, inplace),
+    "abs": lambda inplace: Absolute(inplace),
+}
+
+
+class Absolute(nn.Module):
+    def __init__(self, inplace: bool) -> None:
+        super().__init__()
+        self.inplace = inplace
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.abs_() if self.inplace else x.abs()
+
+
+class Activated(nn.Module):
+    """Attention and an activation of the tokens' channels."""
+
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.attention = nn.Embedding(9, 8), nn.MultiheadAttention(8, 2, batch_first=True)
+        self.first, self.activation, self.last = nn.Linear(8, CHANNELS), activation, nn.Linear(CHANNELS, 9)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        x = self.first(x + self.attention(x, x, x, need_weights=False)[0])
+        return self.last(self.activation(x.flatten(0, 1))).unflatten(0, input_ids.shape)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_of_torch_have_shares_also_in_place(name: str, inplace: bool) -> None:
+    """The oracle multiplies what each token sends by the slopes of the last token."""
+    model, ids = Activated(ACTIVATIONS[name](inplace)).eval().double(), torch.arange(7)[None]
+    shares = frozen(trace(model, ids)).complete_shares(-1, 3)
+    x, attention = model.embedding(ids), model.attention
+    maps = attention(x, x, x, average_attn_weights=False)[1][0, :, -1]
+    values = (x[0] @ attention.in_proj_weight[16:].T).unflatten(1, (2, 4))
+    sent = (maps.T[..., None] * values).flatten(1) @ attention.out_proj.weight.T
+    sent[-1] += x[0, -1]
+    point = model.first(x + attention(x, x, x)[0])[0, -1:].detach()
+    slope = model.activation(point.clone()) / point
+    expected = (slope * (sent @ model.first.weight.T)) @ model.last.weight[3]
+    assert relative_error(shares.tokens.reshape(1, -1), expected.reshape(1, -1)) <= EXACT
+    assert float((shares.gap / shares.size).max()) <= EXACT

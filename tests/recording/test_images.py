@@ -70,6 +70,12 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
         padding_mode="border",
         align_corners=False,
     ),
+    "channels that become pixels": lambda x: functional.pixel_shuffle(torch.cat([x, x[:, :2]], 1), 2),
+    "pixels that become channels": lambda x: functional.pixel_unshuffle(x[..., :4], 2),
+    "groups of channels that alternate": lambda x: torch.channel_shuffle(x, 2) + x.fliplr(),
+    "a turned image": lambda x: x.rot90(1, (2, 3)).moveaxis(2, 3) - x.mean((1, 2, 3), keepdim=True),
+    "parts of an image": lambda x: torch.hsplit(torch.dsplit(x, 2)[1], 2)[0],
+    "slopes of channels": lambda x: functional.prelu(x, torch.linspace(-1, 1, x.shape[1], dtype=x.dtype)) - x,
     "a product that is added": lambda x: torch.addcmul(x, x.sigmoid(), x.mean((2, 3), keepdim=True), value=2),
 }
 
@@ -137,6 +143,11 @@ def test_layers_tell_the_axis_of_channels() -> None:
     pyramid = nn.Sequential(nn.Conv2d(5, 8, 1), nn.Conv2d(8, 8, 3, padding=1))
     assert axes_of(pyramid, draw(2, 8, 5, 5), draw(2, 8, 5, 5)) == Axes(1, 1)
     assert axes_of(pyramid, draw(2, 5, 5, 8), draw(2, 5, 5, 8)) == Axes(-1, -1)
+    # As many rows and columns as channels enter.
+    head = nn.Sequential(nn.Linear(4, 8), nn.Conv2d(8, 5, 1))
+    assert axes_of(head, draw(2, 4, 4, 4), draw(2, 5, 4, 4)) == Axes(1, 1)
+    assert axes_of(head, draw(2, 4, 4, 4), draw(2, 4, 4, 5)) == Axes(-1, -1)
+    assert axes_of(nn.Upsample(scale_factor=2), image, draw(2, WIDTH, 8, 10)) == Axes(1, 1)
     assert axes_of(nn.Conv1d(WIDTH, 4, 1), draw(2, WIDTH, 4), draw(2, 4, WIDTH)) == Axes(1, 1)
     signal = draw(2, 4, 10)
     assert axes_of(nn.AvgPool1d(2), signal, draw(2, 4, 5)) == Axes(1, 1)

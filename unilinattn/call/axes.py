@@ -19,8 +19,13 @@ LAST = Axes()
 """Channels are the last axis of every tensor."""
 
 
-POOLS = (nn.modules.pooling._AvgPoolNd, nn.modules.pooling._MaxPoolNd, nn.modules.pooling._AdaptiveAvgPoolNd)
-"""Pools of torch, whose inputs have their channels in the second axis."""
+POOLS = (
+    nn.modules.pooling._AvgPoolNd,
+    nn.modules.pooling._MaxPoolNd,
+    nn.modules.pooling._AdaptiveAvgPoolNd,
+    nn.Upsample,
+)
+"""Pools and interpolations of torch, whose inputs have their channels in the second axis."""
 
 
 READ = ("in_channels", "in_features", "num_features", "num_channels", "normalized_shape")
@@ -29,10 +34,21 @@ WRITTEN = ("out_channels", "out_features", "num_features", "num_channels", "norm
 
 
 def axes_of(module: nn.Module, entered: Tensor, output: Tensor) -> Axes | None:
-    """Return the axes of channels of a call, None if the module's layers do not tell them."""
+    """Return the axes of channels of a call, None if the module's layers do not tell them.
+
+    An entering image of as many rows and columns as channels has its channels where the returned one has them.
+    """
     before = channel_axis(module, entered.shape)
     after = before if entered.shape == output.shape else channel_axis(module, output.shape, writes=True)
-    return None if before is None or after is None else Axes(before, after)
+    if before is None or after is None:
+        return None
+    if _is_cube(entered) and output.ndim == entered.ndim and not _is_cube(output):
+        before = after
+    return Axes(before, after)
+
+
+def _is_cube(x: Tensor) -> bool:
+    return x.ndim == 4 and x.shape[1] == x.shape[2] == x.shape[3]
 
 
 def channel_axis(module: nn.Module, shape: Sequence[int], writes: bool = False) -> int | None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from unilinattn.call.axes import LAST, Axes, as_tokens, axes_of, channel_axis, in_shape
 from unilinattn.call.nested import mapped
 from unilinattn.discovery.mixing import mixes_tokens
-from unilinattn.discovery.perturbation import TOLERANCE, Constant, Constants
+from unilinattn.discovery.perturbation import TOLERANCE, Constants, constants_of
 from unilinattn.discovery.unknown import is_basic
 from unilinattn.host.forwards import Forward, replaced_forwards
 from unilinattn.host.inputs import bound_arguments, sequences_in
@@ -98,11 +98,7 @@ def mixing_modules(model: nn.Module, arguments: Mapping[str, Any], layers: Seque
 
     Runs the model once without the computation of its layers, and each candidate once more per call.
     """
-    constants: dict[str, list[Constant]] = {}
-    for layer in layers:
-        if layer.output is not None:
-            constants.setdefault(layer.name, []).append(Constant(layer.structure, layer.output))
-    search = _Search(model, constants)
+    search = _Search(model, constants_of(layers))
     run(model, arguments, mixers=search.constant_layers(), observer=search.attached(), seed=torch.get_rng_state())
     paths = search.layer_paths()
     return paths if paths or layers else dict.fromkeys(search.weak(), True)

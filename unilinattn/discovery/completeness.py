@@ -3,7 +3,8 @@
 Every layer returns its recorded output. A random half of the tokens is perturbed where tokens originate (ids, the first
 vectors of each stream, the layers' outputs), then the other half. Each vector that a layer reads or the model returns
 may move with its own token only. Attention outside of the layers is recognised by its scores: along the axis of the
-keys, some move with one half and others with the other half. An output without tokens, such as class logits, may pool.
+keys, some move with one half and others with the other half. An output may pool tokens, as class logits do, unless it
+has those of a stream.
 
 Cost: three runs of the model without the computation of its layers, two more for each further stream, and five more for
 inputs that are no tokens, such as images: pieces of them are perturbed, to recognise attention before the first layer.
@@ -17,28 +18,30 @@ from math import prod
 from typing import Any
 
 import torch
-from jaxtyping import Bool
 from torch import Tensor, nn
 
-from unilinattn.call.axes import as_tokens, in_shape
+from unilinattn.call.axes import as_tokens, channel_axis
 from unilinattn.call.nested import mapped, tensors
 from unilinattn.discovery.changes import ATTENTION, Entry, Shape, elements, lines, rows, sample
 from unilinattn.discovery.halves import half_of, windows_of
 from unilinattn.discovery.mixing import mixes_tokens
-from unilinattn.discovery.perturbation import TOLERANCE, Call, Constants, Run, noisy, rotated, special_ids
-from unilinattn.host.inputs import call_host, ids_name, is_ids, real_tokens, sequences_in
+from unilinattn.discovery.perturbation import TOLERANCE, Call, Constant, Constants, Run
+from unilinattn.discovery.perturbed_inputs import (
+    AXES,
+    PIECES,
+    SignalPieces,
+    TokenHalf,
+    is_signal,
+    is_token_ids,
+    tokens_of,
+)
+from unilinattn.host.inputs import call_host, sequences_in
 from unilinattn.host.logits import logits_in
-from unilinattn.host.module_calls import CallRecord, block_of
+from unilinattn.host.module_calls import CallRecord, block_of, layer_input
 from unilinattn.host.observer import Functions, Inputs
-
-AXES = (2, 3, 4, 5)
-"""Numbers of axes of vectors of tokens, which may be packed in one axis, or lie along those of an image or a video."""
 
 TURNS = ("transpose", "permute", "movedim", "swapaxes", "__get__")
 """Functions after which channels may be the last axis; `Tensor.mT` is a property."""
-
-PIECES = (2, 16)
-"""Numbers of pieces of an input without tokens: halves, and pieces in which attention to some neighbours ends."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,8 @@ class Leak:
         function: name of the attention function that mixes them, None for another kind.
         after, before: paths of the layers between which they mix, None for the model's input and output.
         regrouped: the vectors that the layer `before` reads, if they are tokens of another stream that lie in other
-            groups, as merged patches do: each of their elements depends on one token. None for tokens that mix.
+            groups, as merged patches do: each of their elements depends on one token. Or an output that pools tokens.
+            None for tokens that mix.
     """
 
     module: str
@@ -74,25 +78,30 @@ def find_leak(
     generators are restored.
     """
     pairs = [pair for record in layers for pair in zip((record.entered, record.output), record.axes, strict=True)]
-    shapes = {tuple(x.shape): axis for x, axis in pairs if x is not None and x.ndim in AXES}
-    streams = {_tokens(shape, axis) for shape, axis in shapes.items()}
+    # The first layer tells where vectors of as many tokens as channels have these.
+    shapes = {tuple(x.shape): axis for x, axis in reversed(pairs) if x is not None and x.ndim in AXES}
+    streams = {tokens_of(shape, axis) for shape, axis in shapes.items()}
     lengths = {length for _, length in streams}
     # Ids of as many tokens in another batch are several for each token, such as those of codebooks.
-    ids = {tuple(x.shape) for name, x in arguments.items() if _is_ids(name, arguments) and x.shape[1] not in lengths}
+    ids = {
+        tuple(x.shape) for name, x in arguments.items() if is_token_ids(name, arguments) and x.shape[1] not in lengths
+    }
     windows = windows_of([record.entered for record in layers], sequences_in(arguments))
     halves = {shape: half_of(shape, windows.get(shape)) for shape in sorted(streams | ids) if prod(shape) > 1}
-    perturbed = [_Tokens(model, shape, half, shapes) for shape, first in halves.items() for half in (first, ~first)]
+    perturbed = [TokenHalf(model, shape, half) for shape, first in halves.items() for half in (first, ~first)]
     # Without ids, what comes before the first block makes tokens of a signal.
-    has_ids = any(_is_ids(name, arguments) for name in arguments)
+    has_ids = any(is_token_ids(name, arguments) for name in arguments)
     begins = None if has_ids or not layers else block_of(layers[0])
     probe = _Probing(model, arguments, constants, shapes, begins)
     entries = probe.run(perturbed)
     leak = probe.first_attention(entries) or _first_leak(entries, halves, regrouped, probe.holders)
-    if leak is not None and leak.regrouped is not None and probe.run(perturbed, leak.regrouped)[leak.regrouped].mixed:
-        leak = replace(leak, regrouped=None)
-    if leak is not None or not any(_is_signal(name, x, streams) for name, x in arguments.items()):
+    if leak is not None and leak.regrouped is not None:
+        pools = leak.before is None and not _has_tokens_of(halves, entries[leak.regrouped].shape, pairs)
+        if not pools and probe.run(perturbed, leak.regrouped)[leak.regrouped].mixed:
+            leak = replace(leak, regrouped=None)
+    if leak is not None or not any(is_signal(name, x, streams) for name, x in arguments.items()):
         return leak
-    signals = [_Signal(pieces, streams, first) for pieces in PIECES for first in (True, False)]
+    signals = [SignalPieces(pieces, streams, first) for pieces in PIECES for first in (True, False)]
     return probe.first_attention(probe.run(signals))
 
 
@@ -104,65 +113,6 @@ Shapes = Mapping[tuple[int, ...], int]
 
 Entries = dict[Key, Entry]
 """The compared tensors of some runs, in order of execution."""
-
-
-class _Tokens:
-    """A perturbation of the tokens of one stream in one of two halves.
-
-    Args:
-        model: the model.
-        shape: (batch, tokens) of the stream, or of ids that are no stream of the layers.
-        half: the perturbed tokens.
-        shapes: the shapes of the layers' vectors.
-    """
-
-    def __init__(self, model: nn.Module, shape: Shape, half: Bool[Tensor, "batch token"], shapes: Shapes) -> None:
-        self._model, self._shape, self._half, self._shapes = model, shape, half, shapes
-
-    def inputs(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Exchange the ids or vectors of tokens, so that values stay valid: coordinates may be among them."""
-        return {name: self._exchanged(name, value, arguments) for name, value in arguments.items()}
-
-    def noisy(self, t: Tensor) -> Tensor:
-        """Add noise to the tokens of the stream."""
-        axis = self._shapes.get(tuple(t.shape), -1)
-        if t.ndim not in AXES or _tokens(t.shape, axis) != self._shape:
-            return t
-        return in_shape(noisy(as_tokens(t, axis=axis), self._half), t.shape, axis)
-
-    def _exchanged(self, name: str, value: Any, arguments: Mapping[str, Any]) -> Any:
-        if not isinstance(value, Tensor) or value.ndim < 2 or tuple(value.shape[:2]) != self._shape:
-            return value
-        half = self._half.to(value.device)
-        if value.is_floating_point():
-            return rotated(value, half) if value.ndim == 3 and "mask" not in name else value
-        if not _is_ids(name, arguments):
-            return value
-        # Other special ids would change the layout: padding is masked, and those of an image become its vectors.
-        ordinary = half & ~torch.isin(value, special_ids(self._model).to(value))
-        real = real_tokens(arguments, name.replace("input_ids", "attention_mask"))
-        return rotated(value, ordinary if real is None or real.shape != value.shape else ordinary & real)
-
-
-class _Signal:
-    """A perturbation of every other piece of the inputs that are no sequences of tokens, such as images."""
-
-    def __init__(self, pieces: int, streams: Collection[Shape], first: bool) -> None:
-        self._pieces, self._streams, self._first = pieces, streams, first
-
-    def inputs(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Reverse every other piece of the longest axis."""
-        return {name: self._reversed(x) if _is_signal(name, x, self._streams) else x for name, x in arguments.items()}
-
-    def noisy(self, t: Tensor) -> Tensor:
-        return t  # Only the inputs are perturbed.
-
-    def _reversed(self, x: Tensor) -> Tensor:
-        axis = max(range(1 if x.ndim > 2 else 0, x.ndim), key=lambda axis: x.shape[axis])
-        pieces = x.tensor_split(self._pieces, dim=axis)
-        # Of two pieces (a b c | d e f), the first perturbation gives (a b c | f e d), the second (c b a | d e f).
-        flipped = [x.flip(axis) if index % 2 == int(self._first) else x for index, x in enumerate(pieces)]
-        return torch.cat(flipped, dim=axis)
 
 
 def _first_leak(
@@ -186,7 +136,7 @@ def _first_leak(
             mixed = entry.of_other_tokens(halves)
             if mixed or (key not in regrouped and entry.of_several_tokens(halves)):
                 is_layer = kind == "layer"
-                groups = None if mixed or not is_layer else key
+                groups = None if mixed else key
                 innermost = [x for x in earlier if not any(other.startswith(f"{x}.") for other in earlier)]
                 module = next(reversed(sources or innermost), holders.get(path, ""))
                 return Leak(module, None, after, path if is_layer else None, groups)
@@ -201,6 +151,17 @@ def _first_leak(
     return None
 
 
+def _has_tokens_of(
+    streams: Collection[Shape], shape: tuple[int, ...], vectors: Sequence[tuple[Tensor | None, int]]
+) -> bool:
+    """Tell whether an output of a shape may have the tokens of a stream.
+
+    Its channels lie where the last ones of the layers' `vectors` of as many axes have them.
+    """
+    axis = next((axis for x, axis in reversed(vectors) if x is not None and x.ndim == len(shape)), None)
+    return any(tokens_of(shape, each) in streams for each in ((1, -1) if axis is None else (axis,)))
+
+
 class _Probing:
     """Runs of one model on one input, with its layers constant."""
 
@@ -209,7 +170,7 @@ class _Probing:
     ) -> None:
         self._arguments, self._probe = arguments, partial(_Probe, model, constants, shapes, begins)
 
-    def run(self, halves: Sequence[_Tokens | _Signal], whole: Key | None = None) -> Entries:
+    def run(self, halves: Sequence[TokenHalf | SignalPieces], whole: Key | None = None) -> Entries:
         """Run the model unperturbed and with each perturbation; return the compared tensors in order of execution.
 
         Of the vectors `whole`, which a layer reads, all elements are compared.
@@ -258,7 +219,7 @@ class _Probe(Run):
         constants: Constants,
         shapes: Shapes,
         begins: str | None,
-        change: "_Tokens | _Signal | Key | None" = None,
+        change: "TokenHalf | SignalPieces | Key | None" = None,
         reference: "_Probe | None" = None,
         number: int = 0,
         whole: "Key | None" = None,
@@ -266,12 +227,12 @@ class _Probe(Run):
         """Prepare the unperturbed run, or run `number` with a perturbed half or a perturbed result of one attention."""
         super().__init__(model, 0, constants)
         self._shapes, self._change, self._whole = shapes, change, whole
-        self._streams = {_tokens(shape, axis) for shape, axis in shapes.items()}
+        self._streams = {tokens_of(shape, axis) for shape, axis in shapes.items()}
         self.entries: Entries = {} if reference is None else reference.entries
         self.first: dict[Shape, Tensor] = {} if reference is None else reference.first
         self._is_reference, self._number = reference is None, number
         self._begun: set[Shape] = set()
-        self._images = {_tokens(shape, axis) for shape, axis in shapes.items() if axis == 1}
+        self._images = {tokens_of(shape, axis) for shape, axis in shapes.items() if axis == 1}
         self._count, self._has_read, self._begins = 0, False, begins
         self.holders: dict[str, str] = {}
         self.stem: int = 0 if reference is None else reference.stem
@@ -286,7 +247,8 @@ class _Probe(Run):
         logits = logits_in(output)  # Also of an object of another kind.
         results = [*tensors(output), *([] if logits is None else [logits])]
         for index, t in enumerate(t for t in results if t.is_floating_point() and t.ndim and t.numel()):
-            self._compare(("output", "", 1, index), rows if t.ndim == 3 else sample, t)
+            key: Key = ("output", "", 1, index)
+            self._compare(key, elements if key == self._whole else rows if t.ndim == 3 else sample, t)
 
     def entering(self, frame: Call, module: nn.Module, inputs: Inputs) -> None:
         """Compare the tensors that enter a module."""
@@ -299,19 +261,27 @@ class _Probe(Run):
         """Compare the tensors that leave a module."""
         self._compare_all("out", frame, output)
 
-    def reading(self, path: str, number: int, inputs: Inputs) -> None:
+    def reading(self, path: str, number: int, constant: Constant, inputs: Inputs) -> None:
         """Compare the vectors that a layer reads."""
         self._has_read = True
         self.holders[path] = self.stack[-2].path if len(self.stack) > 1 else ""
-        axes = ((t, self._shapes.get(tuple(t.shape), -1)) for t in tensors(inputs) if t.ndim in AXES)
-        vectors = [as_tokens(t, axis=axis) for t, axis in axes if _tokens(t.shape, axis) in self._streams]
+        # A pool reads as many channels as tokens in another order than attention does.
+        read = layer_input((*inputs[0], *inputs[1].values()))
+        shapes = self._shapes if read is None else {**self._shapes, tuple(read.shape): constant.axes.inputs}
+        module = self.model.get_submodule(path)
+
+        def axis_of(t: Tensor) -> int:
+            return shapes.get(tuple(t.shape)) or (channel_axis(module, t.shape) if t.ndim > 3 else None) or -1
+
+        axes = ((t, axis_of(t)) for t in tensors(inputs) if t.ndim in AXES)
+        vectors = [as_tokens(t, axis=axis) for t, axis in axes if tokens_of(t.shape, axis) in self._streams]
         for index, t in enumerate(t for t in vectors if t.is_floating_point() and t.shape[-1] > 1):
             key: Key = ("layer", path, number, index)
             self._compare(key, elements if key == self._whole else rows, t)
 
-    def held_output(self, output: Tensor) -> Tensor:
+    def held_output(self, constant: Constant) -> Tensor:
         """Return the recorded output, perturbed."""
-        return self._perturbed(output.clone())
+        return self._perturbed(constant.output.clone(), constant.axes.output)
 
     def called(self, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
         """Inspect the result of a function of the host; return it or its replacement."""
@@ -323,7 +293,7 @@ class _Probe(Run):
             self._begun -= {shape for shape in self._begun if shape in self._images}
         if self._is_reference and not self._has_read and name in TURNS and _is_square(result):
             self.turn = self._count
-            self._begun.discard(_shape(result))
+            self._begun.discard(tokens_of(result.shape, -1))
         if name in ("empty", "empty_like", "new_empty") and isinstance(result, Tensor):
             return result.zero_()  # Arbitrary memory would differ between the runs.
         if name in ATTENTION:
@@ -336,8 +306,8 @@ class _Probe(Run):
                 return mapped(result, lambda t: t.flip(0) + 1 if t.is_floating_point() else t)
         return self._originated(name, args, result)
 
-    def _perturbed(self, t: Tensor) -> Tensor:
-        return self._change.noisy(t) if isinstance(self._change, _Tokens | _Signal) else t
+    def _perturbed(self, t: Tensor, axis: int) -> Tensor:
+        return self._change.noisy(t, axis) if isinstance(self._change, TokenHalf | SignalPieces) else t
 
     def _originated(self, name: str, args: Any, result: Any) -> Any:
         """Perturb the first vectors of a stream, unless they moved with the inputs."""
@@ -349,7 +319,7 @@ class _Probe(Run):
             return result
         axis = self._shapes[tuple(result.shape)]
         # Channels before tokens have the shape of a stream only with its width.
-        shape = _tokens(result.shape, axis)
+        shape = tokens_of(result.shape, axis)
         is_early = self._count <= self.block or (axis == 1 and self._count < self.stem)
         if shape in self._begun or is_early or (_is_square(result) and self._count < self.turn):
             return result
@@ -358,7 +328,7 @@ class _Probe(Run):
             self.first[shape] = result.detach().clone()
             return result
         first = self.first.get(shape)
-        return self._perturbed(result) if first is not None and torch.equal(first, result) else result
+        return self._perturbed(result, axis) if first is not None and torch.equal(first, result) else result
 
     def _compare_all(self, kind: str, call: Call, value: Any) -> None:
         for index, t in enumerate(t for t in tensors(value) if t.is_floating_point() and t.ndim > 1 and t.numel()):
@@ -374,27 +344,5 @@ class _Probe(Run):
             self.entries[key].compare(self._number, values)
 
 
-def _is_signal(name: str, x: Any, streams: Collection[Shape]) -> bool:
-    """Tell whether an input is a tensor of numbers that are no sequence of a stream's tokens."""
-    is_numbers = isinstance(x, Tensor) and x.is_floating_point() and x.ndim > 1 and "mask" not in name
-    return is_numbers and (x.ndim not in AXES[1:] or _shape(x) not in streams)
-
-
-def _is_ids(name: str, arguments: Mapping[str, Any]) -> bool:
-    """Tell whether an argument has the ids of tokens, by its name or as the only tensor that may have them."""
-    return is_ids(arguments[name]) and (name.endswith("input_ids") or name == ids_name(arguments))
-
-
 def _is_square(x: Any) -> bool:
     return isinstance(x, Tensor) and x.ndim == 3 and x.shape[1] == x.shape[2]
-
-
-def _shape(x: Tensor) -> Shape:
-    return _tokens(x.shape, -1)
-
-
-def _tokens(shape: Sequence[int], axis: int) -> Shape:
-    """Return (batch, tokens) of vectors whose channels are at `axis`; packed tokens are one sequence."""
-    if axis == 1:
-        return shape[0], prod(shape[2:])
-    return (1, shape[0]) if len(shape) == 2 else (shape[0], prod(shape[1:-1]))

@@ -4,7 +4,7 @@ Some tokens are perturbed and the others are watched. If its token-mixing layers
 token from that token only; a watched token that changes reveals a module that mixes tokens.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -17,10 +17,12 @@ from torch import Tensor, nn
 
 from unilinattn.call import CACHES
 from unilinattn.call.attention_interface import configurations
+from unilinattn.call.axes import LAST, Axes
 from unilinattn.call.nested import mapped, tensors
 from unilinattn.discovery.widened import visible
 from unilinattn.host.forwards import Forward, replaced_forwards
 from unilinattn.host.inputs import call_host
+from unilinattn.host.module_calls import CallRecord
 from unilinattn.host.observer import Inputs, Observer
 from unilinattn.host.recorder import MAIN, captured, main_tensor
 from unilinattn.host.run import run
@@ -37,14 +39,30 @@ Rows = list[tuple[Float[Tensor, "first token"], Float[Tensor, "first token"]]]
 
 @dataclass(frozen=True)
 class Constant:
-    """The recorded result of a call: the returned nesting, with `MAIN` in place of the output, and the output."""
+    """The recorded result of a call.
+
+    Attributes:
+        returned: the returned nesting, with `MAIN` in place of the output.
+        output: the output.
+        axes: the axis of channels of the input and of the output.
+    """
 
     returned: Any
     output: Tensor
+    axes: Axes = LAST
 
 
 Constants = Mapping[str, Sequence[Constant]]
 """The recorded calls of the modules that return constants, in order, by the module's path."""
+
+
+def constants_of(layers: Iterable[CallRecord]) -> dict[str, list[Constant]]:
+    """Return the constants that layers return, those without an output left out."""
+    constants: dict[str, list[Constant]] = {}
+    for layer in layers:
+        if layer.output is not None:
+            constants.setdefault(layer.name, []).append(Constant(layer.structure, layer.output, layer.axes))
+    return constants
 
 
 @dataclass(eq=False)
@@ -76,12 +94,12 @@ class Run(Observer[Call]):
         """Call the model."""
         call_host(self.model, arguments)
 
-    def reading(self, path: str, number: int, inputs: Inputs) -> None:
+    def reading(self, path: str, number: int, constant: Constant, inputs: Inputs) -> None:
         """Inspect the inputs of a call that returns a constant."""
 
-    def held_output(self, output: Tensor) -> Tensor:
+    def held_output(self, constant: Constant) -> Tensor:
         """Return a copy of a recorded output for a module that returns constants; the host may write into it."""
-        return output.clone()
+        return constant.output.clone()
 
     @contextmanager
     def _constant_mixers(self) -> Iterator[None]:
@@ -119,8 +137,8 @@ class Run(Observer[Call]):
             number = self._counts[path]
             constant = constants[min(number, len(constants)) - 1]
             with torch._C.DisableTorchFunction():
-                self.reading(path, number, (args, kwargs))
-                output = self.held_output(constant.output)
+                self.reading(path, number, constant, (args, kwargs))
+                output = self.held_output(constant)
             return mapped(constant.returned, lambda t: output if t is MAIN else t)
 
         return forward
@@ -190,9 +208,9 @@ class Perturbed(Run):
         self._begun = True
         return mapped(output, self._noisy)
 
-    def held_output(self, output: Tensor) -> Tensor:
+    def held_output(self, constant: Constant) -> Tensor:
         """Return the recorded output, perturbed."""
-        return self._noisy(output.clone())
+        return self._noisy(constant.output.clone())
 
     def _explain(self, call: Call) -> None:
         """Record a call as a source, unless its inputs changed or a call inside it explains the change."""
@@ -252,11 +270,11 @@ class Trial(Run):
         moved = any(self._moves(module, inputs, before, mask) for mask in self._masks)
         self.mixes[frame.path] = bool(self.mixes.get(frame.path)) or moved
 
-    def held_output(self, output: Tensor) -> Tensor:
+    def held_output(self, constant: Constant) -> Tensor:
         """Return the recorded output, perturbed inside a trial; some suspects have no other input with tokens."""
-        if self._perturbed is None or not _has_tokens(output, self._length):
-            return output.clone()
-        return noisy(output, self._perturbed)
+        if self._perturbed is None or not _has_tokens(constant.output, self._length):
+            return constant.output.clone()
+        return noisy(constant.output, self._perturbed)
 
     def _moves(self, module: nn.Module, inputs: Any, before: Rows, perturbed: Tensor) -> bool:
         counts, self._perturbed = dict(self._counts), perturbed

@@ -27,7 +27,7 @@ from unilinattn.call.nested import tensors
 from unilinattn.discovery.candidates import mixing_modules
 from unilinattn.discovery.completeness import Key, Leak, find_leak
 from unilinattn.discovery.enclosing import UnregisteredMixer, alike, is_attention, layer_at, wrappers
-from unilinattn.discovery.perturbation import Constant, Perturbed, Reference, Trial
+from unilinattn.discovery.perturbation import Perturbed, Reference, Trial, constants_of
 from unilinattn.discovery.unknown import (
     holders,
     without_adapters,
@@ -57,8 +57,13 @@ class _Answer:
     mixers: tuple[tuple[str, bool, Leak | None], ...]
 
     def covers(self, key: tuple[object, ...], shapes: Shapes) -> bool:
-        """Tell whether the answer holds for inputs of these shapes: no axis may be longer."""
+        """Tell whether the answer holds for inputs of these shapes: no axis may be longer.
+
+        A refusal may be due to the shapes, such as those of as many channels as tokens.
+        """
         if key != self.key or shapes.keys() != self.shapes.keys():
+            return False
+        if shapes != self.shapes and any(holds for _, holds, _ in self.mixers):
             return False
         pairs = [(shape, self.shapes[name]) for name, shape in shapes.items()]
         return all(len(a) == len(b) and all(x <= y for x, y in zip(a, b, strict=True)) for a, b in pairs)
@@ -188,11 +193,9 @@ class _Search:
     ) -> None:
         self._model, self._arguments, self._layers, self._regrouped = model, arguments, layers, regrouped
         self._classes = {path: type(module) for path, module in model.named_modules()}
-        self._constants: dict[str, list[Constant]] = {}
+        self._constants = constants_of(layers)
         self._holders: set[str] = set()
         for layer in layers:
-            if layer.output is not None:
-                self._constants.setdefault(layer.name, []).append(Constant(layer.structure, layer.output))
             holder = layer.parent
             while holder is not None:
                 self._holders.add(holder.name)

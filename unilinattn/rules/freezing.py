@@ -219,7 +219,9 @@ class Freezing(TorchFunctionMode):
             if function is None:
                 # One that draws random numbers, such as normal_, has no other form.
                 raise self._unknown(f"{name}_")
-            value = self._apply(name, function, (target, *args), kwargs)
+            # The derivative of some functions reads their argument, which is written over.
+            entered = target.clone() if name in kinds.HOMOGENEOUS else target
+            value = self._apply(name, function, (entered, *args), kwargs)
         rank, in_stream = self.rank(value), self.in_stream(value)
         self._ranks.pop(target, None)
         self._stream.pop(target, None)

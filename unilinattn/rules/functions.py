@@ -15,9 +15,10 @@ def _names(text: str) -> frozenset[str]:
 
 
 LINEAR = _names("""
-    view view_as reshape reshape_as transpose swapaxes permute movedim T mT H mH t contiguous to type type_as
-    float double half bfloat16 clone expand expand_as broadcast_to repeat tile unsqueeze squeeze flatten unflatten
-    flip roll real imag getitem split split_with_sizes chunk unbind narrow select index_select gather take_along_dim
+    view view_as reshape reshape_as transpose swapaxes swapdims permute movedim moveaxis T mT H mH t contiguous to type
+    type_as float double half bfloat16 clone expand expand_as broadcast_to repeat tile unsqueeze squeeze flatten
+    unflatten ravel flip fliplr flipud rot90 roll pixel_shuffle pixel_unshuffle channel_shuffle real imag getitem split
+    split_with_sizes hsplit vsplit dsplit chunk unbind narrow select index_select gather take_along_dim
     tril triu diagonal repeat_interleave masked_select tensor_split sum mean cumsum neg negative positive dropout
     dropout1d dropout2d avg_pool1d avg_pool2d adaptive_avg_pool1d adaptive_avg_pool2d interpolate unfold fold
     nan_to_num as_strided view_as_real view_as_complex
@@ -37,10 +38,10 @@ SAME = _names("to type type_as float double half bfloat16 clone contiguous posit
 """Functions whose result has the elements of their first argument in the same places."""
 
 MOVING = _names("""
-    view view_as reshape reshape_as transpose swapaxes permute movedim T mT H mH t expand expand_as broadcast_to repeat
-    tile unsqueeze squeeze flatten unflatten flip roll getitem split split_with_sizes chunk unbind narrow select
-    index_select
-    gather take_along_dim diagonal repeat_interleave masked_select tensor_split unfold as_strided
+    view view_as reshape reshape_as transpose swapaxes swapdims permute movedim moveaxis T mT H mH t expand expand_as
+    broadcast_to repeat tile unsqueeze squeeze flatten unflatten ravel flip fliplr flipud rot90 roll pixel_shuffle
+    pixel_unshuffle channel_shuffle getitem split split_with_sizes hsplit vsplit dsplit chunk unbind narrow select
+    index_select gather take_along_dim diagonal repeat_interleave masked_select tensor_split unfold as_strided
 """)
 """Functions that move or repeat the elements of their first argument."""
 
@@ -99,10 +100,11 @@ LIMITS = _names("clamp clamp_min clamp_max clip hardtanh")
 
 SLOPES = LIMITS | _names("""
     silu gelu tanh sigmoid erf elu celu selu mish softsign hardswish hardsigmoid relu6 sin log_sigmoid logsigmoid
+    tanhshrink softshrink hardshrink threshold _threshold
 """)
 """Functions f of one value, frozen as x (f(p) - f(0)) / p + f(0)."""
 
-HOMOGENEOUS = _names("relu abs leaky_relu")
+HOMOGENEOUS = _names("relu abs leaky_relu rrelu prelu")
 """Activations with f(x) = f'(x) x, whose derivative is the frozen slope."""
 
 NORMALISER = "logsumexp"

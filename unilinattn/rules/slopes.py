@@ -5,12 +5,19 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from unilinattn.rules.functions import HOMOGENEOUS
+
 
 def frozen_slope(name: str, func: Callable[[Tensor], Tensor], point: Tensor) -> tuple[Tensor, Tensor]:
     """Return the slope (f(p) - f(0)) / p of a function of one value at each p, and f(0)."""
-    if name == "silu":
-        return torch.sigmoid(point), torch.zeros((), dtype=point.dtype, device=point.device)
     zero = torch.zeros((), dtype=point.dtype, device=point.device, requires_grad=True)
+    if name == "silu":
+        return torch.sigmoid(point), zero.detach()
+    if name in HOMOGENEOUS:
+        # Also of one whose slope differs between channels.
+        with torch.enable_grad():
+            point = point.detach().requires_grad_()
+            return torch.autograd.grad(func(point).sum(), point)[0], zero.detach()
     level = func(zero.detach())
     difference = DIFFERENCES.get(name, lambda x: func(x) - level)
     with torch.enable_grad():

@@ -1,6 +1,7 @@
 """Where padding stands in each stream of tokens, and warnings where it reaches real tokens."""
 
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from unilinattn.call.axes import as_tokens
 from unilinattn.call.nested import tensors
 from unilinattn.call.offloaded import loaded
-from unilinattn.discovery.perturbation import Constant, Run, special_ids
+from unilinattn.discovery.perturbation import Constant, Run, constants_of, special_ids
 from unilinattn.host.inputs import ids_name, real_tokens
 from unilinattn.host.module_calls import CallRecord, layer_input
 from unilinattn.host.observer import Inputs
@@ -81,16 +82,16 @@ class _Moved(Run):
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[CallRecord]) -> None:
-        constants: dict[str, list[Constant]] = {}
         self._records: dict[tuple[str, int], CallRecord] = {}
+        calls: Counter[str] = Counter()
         for record in layers:
             if record.output is not None:
-                constants.setdefault(record.name, []).append(Constant(record.structure, record.output))
-                self._records[record.name, len(constants[record.name])] = record
-        super().__init__(model, 0, constants)
+                calls[record.name] += 1
+                self._records[record.name, calls[record.name]] = record
+        super().__init__(model, 0, constants_of(layers))
         self.tokens: dict[tuple[int, int], Bool[Tensor, "batch token"]] = {}
 
-    def reading(self, path: str, number: int, inputs: Inputs) -> None:
+    def reading(self, path: str, number: int, constant: Constant, inputs: Inputs) -> None:
         """Compare the vectors that a layer reads with the traced ones."""
         record, read = self._records.get((path, number)), layer_input((*inputs[0], *inputs[1].values()))
         if record is None or record.entered is None or read is None or read.shape != record.entered.shape:

@@ -1,0 +1,96 @@
+"""Perturbations of a model's inputs and of the vectors of its layers: half of the tokens, or every other piece."""
+
+from collections.abc import Collection, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor, nn
+
+from unilinattn.call.axes import as_tokens, in_shape
+from unilinattn.discovery.changes import Shape
+from unilinattn.discovery.perturbation import noisy, rotated, special_ids
+from unilinattn.host.inputs import ids_name, is_ids, real_tokens
+
+AXES = (2, 3, 4, 5)
+"""Numbers of axes of vectors of tokens, which may be packed in one axis, or lie along those of an image or a video."""
+
+PIECES = (2, 16)
+"""Numbers of pieces of an input without tokens: halves, and pieces in which attention to some neighbours ends."""
+
+
+class TokenHalf:
+    """A perturbation of the tokens of one stream in one of two halves.
+
+    Args:
+        model: the model.
+        shape: (batch, tokens) of the stream, or of ids that are no stream of the layers.
+        half: the perturbed tokens.
+    """
+
+    def __init__(self, model: nn.Module, shape: Shape, half: Bool[Tensor, "batch token"]) -> None:
+        self._model, self._shape, self._half = model, shape, half
+
+    def inputs(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Exchange the ids or vectors of tokens, so that values stay valid: coordinates may be among them."""
+        return {name: self._exchanged(name, value, arguments) for name, value in arguments.items()}
+
+    def noisy(self, t: Tensor, axis: int) -> Tensor:
+        """Add noise to the tokens of the stream in vectors whose channels are at `axis`."""
+        if t.ndim not in AXES or tokens_of(t.shape, axis) != self._shape:
+            return t
+        return in_shape(noisy(as_tokens(t, axis=axis), self._half), t.shape, axis)
+
+    def _exchanged(self, name: str, value: Any, arguments: Mapping[str, Any]) -> Any:
+        if not isinstance(value, Tensor) or value.ndim < 2 or tuple(value.shape[:2]) != self._shape:
+            return value
+        half = self._half.to(value.device)
+        if value.is_floating_point():
+            return rotated(value, half) if value.ndim == 3 and "mask" not in name else value
+        if not is_token_ids(name, arguments):
+            return value
+        # Other special ids would change the layout: padding is masked, and those of an image become its vectors.
+        ordinary = half & ~torch.isin(value, special_ids(self._model).to(value))
+        real = real_tokens(arguments, name.replace("input_ids", "attention_mask"))
+        return rotated(value, ordinary if real is None or real.shape != value.shape else ordinary & real)
+
+
+class SignalPieces:
+    """A perturbation of every other piece of the inputs that are no sequences of tokens, such as images."""
+
+    def __init__(self, pieces: int, streams: Collection[Shape], first: bool) -> None:
+        self._pieces, self._streams, self._first = pieces, streams, first
+
+    def inputs(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Reverse every other piece of the longest axis."""
+        return {name: self._reversed(x) if is_signal(name, x, self._streams) else x for name, x in arguments.items()}
+
+    def noisy(self, t: Tensor, axis: int) -> Tensor:
+        """Return the vectors: only the inputs are perturbed."""
+        return t
+
+    def _reversed(self, x: Tensor) -> Tensor:
+        axis = max(range(1 if x.ndim > 2 else 0, x.ndim), key=lambda axis: x.shape[axis])
+        pieces = x.tensor_split(self._pieces, dim=axis)
+        # Of two pieces (a b c | d e f), the first perturbation gives (a b c | f e d), the second (c b a | d e f).
+        flipped = [x.flip(axis) if index % 2 == int(self._first) else x for index, x in enumerate(pieces)]
+        return torch.cat(flipped, dim=axis)
+
+
+def is_signal(name: str, x: Any, streams: Collection[Shape]) -> bool:
+    """Tell whether an input is a tensor of numbers that are no sequence of a stream's tokens."""
+    is_numbers = isinstance(x, Tensor) and x.is_floating_point() and x.ndim > 1 and "mask" not in name
+    return is_numbers and (x.ndim not in AXES[1:] or tokens_of(x.shape, -1) not in streams)
+
+
+def is_token_ids(name: str, arguments: Mapping[str, Any]) -> bool:
+    """Tell whether an argument has the ids of tokens, by its name or as the only tensor that may have them."""
+    return is_ids(arguments[name]) and (name.endswith("input_ids") or name == ids_name(arguments))
+
+
+def tokens_of(shape: Sequence[int], axis: int) -> Shape:
+    """Return (batch, tokens) of vectors whose channels are at `axis`; packed tokens are one sequence."""
+    if axis == 1:
+        return shape[0], prod(shape[2:])
+    return (1, shape[0]) if len(shape) == 2 else (shape[0], prod(shape[1:-1]))
