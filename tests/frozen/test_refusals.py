@@ -66,18 +66,79 @@ def test_a_function_without_a_rule_is_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (lambda x: x + (x.round() - x).detach(), "adds the output of 'detach'"),
+        (lambda x: x + (x.round() - x).detach(), "adds the output of 'round'"),
+        (lambda x: x + x.sign(), "adds the output of 'sign'"),
         (lambda x: functional.one_hot(x.argmax(-1), x.shape[-1]).to(x), "adds the output of 'argmax'"),
         (lambda x: torch.from_numpy(2 * x.detach().numpy()), r"computes outside of torch \('numpy'\)"),
         (lambda x: x.new_tensor(x.tolist()), r"computes outside of torch \('tolist'\)"),
     ],
-    ids=["straight-through", "argmax", "numpy", "list"],
+    ids=["straight-through", "sign", "argmax", "numpy", "list"],
 )
 def test_a_value_that_depends_on_the_tokens_is_no_bias(function: Callable[[Tensor], Tensor], message: str) -> None:
     model = llama_model()
     model.model.layers[0].mlp = TokenWise(function)
     with pytest.raises(UncoveredError, match=message):
-        frozen(ula.trace(model, token_ids(), progress=False))
+        frozen(ula.trace(model, token_ids(), progress=False)).shares(-1, 3)
+
+
+class Stopping(nn.Module):
+    """Attention, a gate and a head whose gradients the host may stop."""
+
+    def __init__(self, stop: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.attention = nn.Embedding(9, 8), nn.MultiheadAttention(8, 2, batch_first=True)
+        self.mixer, self.head, self.stop = TokenWise(lambda x: stop(x) + stop(x.cumsum(1))), nn.Linear(8, 9), stop
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        x = self.stop(x + self.attention(x, x, x, need_weights=False)[0])
+        x = x + self.mixer(x)
+        return self.head(x * self.stop(x.sigmoid()))
+
+
+@pytest.mark.parametrize("method", ["logit", "lrp", "attn_lrp"])
+def test_values_whose_gradient_a_host_stops_reach_the_output(method: str) -> None:
+    """A detector stops the gradient of its queries, for its training: the function that it computes is the same."""
+    ids = torch.arange(7)[None]
+    results = []
+    for stop in (torch.detach, Tensor.clone, Tensor.detach):
+        model = Stopping(stop).double().eval()
+        results.append(ula.explain(model, ids, method=method, target=-1, progress=False))
+    first, expected, other = (result.scores for result in results)
+    assert float(expected.abs().sum()) > 0
+    assert torch.allclose(first, expected, rtol=1e-12, atol=0) and torch.equal(first, other)
+
+
+class Boxes(nn.Module):
+    """Logits of classes, and corners of boxes that are refined in logarithms, as those of a detector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.attention = nn.Embedding(9, 8), nn.MultiheadAttention(8, 2, batch_first=True)
+        self.head, self.corners, self.position = nn.Linear(8, 9), nn.Linear(8, 2), nn.Linear(2, 8)
+
+    def forward(self, input_ids: Tensor) -> dict[str, Tensor]:
+        x = self.embedding(input_ids)
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        corners = self.corners(x).sigmoid()
+        refined = (corners + torch.log(corners / (1 - corners))).sigmoid()
+        logits = self.head(x * self.position(refined).sigmoid())
+        return {"logits": logits, "boxes": refined, "both": torch.cat([logits, refined], -1)}
+
+
+def test_a_factor_that_is_added_is_refused_where_the_explained_number_depends_on_it() -> None:
+    ids = torch.arange(7)[None]
+    model = Boxes().double().eval()
+    result = ula.explain(model, ids, method="logit", target=-1, progress=False)
+    assert result.completeness_gap is not None and result.completeness_gap < 1e-12
+    shares = frozen(ula.trace(model, ids, progress=False))
+    both = shares.shares(-1, logit=lambda output: output["both"][:, -1, 3])
+    assert torch.equal(both.tokens, shares.shares(-1, 3).tokens)
+    for explained in ("boxes", "both"):
+        with pytest.raises(UncoveredError, match=r"the model \(Boxes\) adds the output of 'log'"):
+            shares.shares(-1, logit=lambda output, name=explained: output[name][:, -1, -1])
 
 
 def test_a_factor_that_depends_on_the_tokens_is_frozen() -> None:

@@ -11,6 +11,7 @@ inputs that are no tokens, such as images: pieces of them are perturbed, to reco
 Memory: two numbers per token for every tensor that a layer reads, and 1,024 elements of every tensor between modules.
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,6 +36,7 @@ from unilinattn.discovery.perturbed_inputs import (
     is_token_ids,
     tokens_of,
 )
+from unilinattn.discovery.selections import CHOOSING, Selections
 from unilinattn.host.inputs import call_host, sequences_in
 from unilinattn.host.logits import logits_in
 from unilinattn.host.module_calls import CallRecord, block_of, layer_input
@@ -238,7 +240,8 @@ class _Probe(Run):
         self.stem: int = 0 if reference is None else reference.stem
         self.block: int = 0 if reference is None else reference.block
         self.turn: int = 0 if reference is None else reference.turn
-        self._attentions: dict[tuple[str, int], int] = {}
+        self._calls: Counter[tuple[str, str, int]] = Counter()
+        self._selections: Selections = Selections(None if reference is None else reference._selections)
 
     def call_host(self, arguments: Mapping[str, Any]) -> None:
         """Call the model under a function mode, and compare its output."""
@@ -294,17 +297,24 @@ class _Probe(Run):
         if self._is_reference and not self._has_read and name in TURNS and _is_square(result):
             self.turn = self._count
             self._begun.discard(tokens_of(result.shape, -1))
+        if name in CHOOSING:
+            result = self._selections.of_first_run(self._numbered(name), name, args, kwargs, result)
         if name in ("empty", "empty_like", "new_empty") and isinstance(result, Tensor):
             return result.zero_()  # Arbitrary memory would differ between the runs.
         if name in ATTENTION:
-            path, number = (self.stack[-1].path, self.stack[-1].number) if self.stack else ("", 1)
-            count = self._attentions[path, number] = self._attentions.get((path, number), -1) + 1
+            path, number, count = self._numbered("attention")
             key = ("attention", path, number, (count, name))
             self._compare(key, lines, ATTENTION[name](args, kwargs))
             if key == self._change:
                 # Every vector changes, and also which sequence has it: whatever reads the result moves.
                 return mapped(result, lambda t: t.flip(0) + 1 if t.is_floating_point() else t)
         return self._originated(name, args, result)
+
+    def _numbered(self, kind: str) -> tuple[str, int, int]:
+        """Return the path and number of the module's call, and how many functions of a kind it called before."""
+        path, number = (self.stack[-1].path, self.stack[-1].number) if self.stack else ("", 1)
+        self._calls[kind, path, number] += 1
+        return path, number, self._calls[kind, path, number] - 1
 
     def _perturbed(self, t: Tensor, axis: int) -> Tensor:
         return self._change.noisy(t, axis) if isinstance(self._change, TokenHalf | SignalPieces) else t

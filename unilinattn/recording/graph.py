@@ -33,6 +33,7 @@ from unilinattn.rules.functions import (
     opened,
 )
 from unilinattn.rules.mixing_functions import MixingFunction
+from unilinattn.rules.refusals import is_stopped_by_host
 
 Kind = Literal["carried", "factor"]
 """Whether a tensor may be linear in the inputs, or depends on them in another way and is frozen."""
@@ -121,6 +122,9 @@ class Recording(TorchFunctionMode):
         if name in COMPOSITE:
             with self:
                 return opened(func)(*args, **kwargs)
+        if is_stopped_by_host(name) and self.node(args[0]) is not None:
+            self._same(args[0], result := func(*args, **kwargs))
+            return result
         for tensor in tensors((args, kwargs)):
             # A function among the arguments may contain modules, whose parameters are constants too.
             is_constant = id(tensor) in self._constants or isinstance(tensor, nn.Parameter)

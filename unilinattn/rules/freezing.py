@@ -24,6 +24,7 @@ from unilinattn.mixers.base import checked_factors
 from unilinattn.rules import functions as kinds
 from unilinattn.rules.forms import FORMS, as_source, carried, linear_in
 from unilinattn.rules.functions import Product, name_of, opened
+from unilinattn.rules.refusals import added_factor, is_stopped_by_host
 from unilinattn.rules.slopes import frozen_slope
 
 _RULES: dict[str, Callable[..., Any]] = {}
@@ -76,6 +77,9 @@ class Freezing(TorchFunctionMode):
         if name == "requires_grad" and in_place:
             # A host that switches gradients on or off does not change which tensors are carried.
             return args[0]
+        if is_stopped_by_host(name) and carried(args) and torch.is_grad_enabled():
+            # Its values reach the output all the same.
+            name, func, args, kwargs, in_place = "view_as", Tensor.view_as, (args[0], args[0].detach()), {}, False
         read = args[:1] if name in kinds.LIKE else (args, kwargs)
         factors = [tensor for tensor in tensors(read) if tensor in self._factors]
         if name in kinds.SELECTING and isinstance(args[0], nn.Parameter):
@@ -138,19 +142,13 @@ class Freezing(TorchFunctionMode):
         return as_source(value, like, self._record)
 
     def _source(self, value: Any, like: Tensor) -> Any:
-        """Return a constant as a source, and a factor as an activation.
-
-        Raises `UncoveredError` for another factor, which depends on the tokens.
-        """
+        """Return a constant as a source, and a factor as an activation, or else with an error in its gradient."""
         if isinstance(value, Tensor) and value in self._added:
             return self._added[value]()
+        source = self._as_source(value, like)
         if isinstance(value, Tensor) and value.is_floating_point() and value in self._factors:
-            raise UncoveredError(
-                f"{self._where()} adds the output of {self._factors[value]!r} to values that depend on the tokens. The "
-                "frozen run has a rule for this function in products only, so its output would count as a bias. "
-                "Report the model's class."
-            )
-        return self._as_source(value, like)
+            return added_factor(source, like, self._where(), self._factors[value])
+        return source
 
     def _apply(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         rank = max((self.rank(tensor) for tensor in tensors((args, kwargs))), default=0)

@@ -59,7 +59,7 @@ JOINING = _names(
 FACTORS = _names("""
     softmax log_softmax exp expm1 softplus log log1p log2 sqrt rsqrt var std var_mean std_mean norm vector_norm
     logsumexp logaddexp logcumsumexp topk reciprocal prod cumprod cosine_similarity rpow cross_entropy nll_loss mse_loss
-    binary_cross_entropy_with_logits polar acos arccos cos cosh
+    binary_cross_entropy_with_logits polar acos arccos cos cosh sign floor ceil round trunc
 """)
 """Functions whose outputs are frozen: factors of what follows, and losses, which no logit depends on."""
 
@@ -83,7 +83,7 @@ BLANK = _names("empty empty_like new_empty empty_strided")
 WRITING = _names("copy fill zero")
 """Functions that write a value, by default zero, into all of their first argument in place."""
 
-CONSTANT = NEW | _names("detach data sign floor ceil round trunc")
+CONSTANT = NEW | _names("detach data")
 """Functions whose outputs are constants for autograd too."""
 
 LEAVING = _names("numpy array tolist")

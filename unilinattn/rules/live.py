@@ -31,6 +31,7 @@ from unilinattn.rules.forms import FORMS, carried
 from unilinattn.rules.functions import name_of, opened
 from unilinattn.rules.live_functions import Derivative, Paths, differentiated
 from unilinattn.rules.mixing_functions import MixingFunction
+from unilinattn.rules.refusals import is_stopped_by_host
 from unilinattn.rules.slopes import DIFFERENCES
 
 DECIDED = 3
@@ -91,6 +92,9 @@ class Live(TorchFunctionMode):
         if name == "requires_grad" and in_place:
             # A host that switches gradients on or off does not change which tensors are carried.
             return args[0]
+        if is_stopped_by_host(name) and carried(args) and torch.is_grad_enabled():
+            # Its values reach the output all the same.
+            name, func, args, kwargs, in_place = "view_as", Tensor.view_as, (args[0], args[0].detach()), {}, False
         if (meaning := meaning_of(func)) is not None and carried((args, kwargs)):
             with self:
                 if isinstance(meaning, MixingFunction):
