@@ -109,6 +109,13 @@ def test_an_input_beside_the_tokens_is_refused_by_name(method: str) -> None:
         ula.explain(model, prompted, method=method, target=-1, progress=False)
 
 
+def test_an_input_of_a_small_effect_is_refused_too() -> None:
+    """The shares of the tokens may be as small: a model with random weights hardly moves with its image."""
+    given = {"input_ids": IDS, "image": 3e-6 * picture()}
+    with pytest.raises(UncoveredError, match="image reaches the output of Joined beside the "):
+        ula.explain(joined("end"), given, method="logit", target=-1, progress=False)
+
+
 def test_only_the_input_that_reaches_the_output_is_named() -> None:
     given = {"input_ids": IDS, "prompt_input_ids": IDS[:, :2], "image": picture()}
     with pytest.raises(UncoveredError, match=r"^prompt_input_ids reaches the output of Joined"):

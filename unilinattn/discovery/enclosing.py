@@ -66,9 +66,14 @@ def layer_at(
     may_be_parts = inside <= recorded and len(inside - set(convolutions)) < 2
     if path and path not in inside and may_be_parts:
         return path
-    leaf = model.get_submodule(mixer.leak.module)
-    is_mixer = isinstance(leaf, (nn.modules.conv._ConvNd, nn.GroupNorm, nn.modules.instancenorm._InstanceNorm, *POOLS))
-    return mixer.leak.module if is_mixer and mixer.leak.module not in recorded else None
+    leaf = mixer.leak.module
+    return leaf if is_convolution(model, leaf) and leaf not in recorded else None
+
+
+def is_convolution(model: nn.Module, path: str) -> bool:
+    """Tell whether the module at a path is a convolution, a pool or a norm over pixels."""
+    kinds = (nn.modules.conv._ConvNd, nn.GroupNorm, nn.modules.instancenorm._InstanceNorm, *POOLS)
+    return isinstance(model.get_submodule(path), kinds)
 
 
 def _around(model: nn.Module, mixer: UnregisteredMixer, layers: Sequence[CallRecord]) -> str | None:

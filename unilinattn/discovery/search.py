@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from unilinattn.call.nested import tensors
 from unilinattn.discovery.candidates import mixing_modules
 from unilinattn.discovery.completeness import Key, Leak, find_leak
-from unilinattn.discovery.enclosing import UnregisteredMixer, alike, is_attention, layer_at, wrappers
+from unilinattn.discovery.enclosing import UnregisteredMixer, alike, is_attention, is_convolution, layer_at, wrappers
 from unilinattn.discovery.perturbation import Perturbed, Reference, Trial, constants_of
 from unilinattn.discovery.unknown import (
     holders,
@@ -134,8 +134,15 @@ def _found_mixers(
             layers = _layers_of(model, examined, paths)
         found = _Search(model, examined, layers, regrouped).run()
         # What mixes between two layers, such as the merging of patches, is a layer too if a module does it.
-        around = [path for mixer in found if (path := layer_at(model, mixer, layers, convolutions)) is not None]
-        more = [path for first in around for path in alike(model, first)]
+        more: list[str] = []
+        for mixer in found:
+            path = layer_at(model, mixer, layers, convolutions)
+            same = [] if path is None else alike(model, path)
+            more += same
+            # A module around convolutions, such as a pyramid of pools, mixes as they do.
+            parts = {layer.name for layer in layers if path is not None and layer.name.startswith(f"{path}.")}
+            of_pixels = mixer.leak is not None and is_convolution(model, mixer.leak.module)
+            convolutions.update(same if (of_pixels or parts) and parts <= convolutions else ())
         # Without such a module, the first layer of a stream may read several tokens of another stream as one.
         leaks = [mixer.leak for mixer in found if mixer.leak is not None and not more]
         groups = [leak.regrouped for leak in leaks if leak.regrouped is not None]

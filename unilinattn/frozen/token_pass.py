@@ -22,7 +22,8 @@ from unilinattn.host.products import Products
 from unilinattn.host.wrappers import require_gradients
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.lookups import TokenIds
-from unilinattn.tracing.token_source import Source, find_sources, require_alone, without_lookups
+from unilinattn.tracing.reaching import Source, require_alone
+from unilinattn.tracing.token_source import find_sources, without_lookups
 from unilinattn.tracing.token_streams import TokenStream
 from unilinattn.tracing.tokens import OTHER_VECTORS, TokenArgument, TokenCall, blocks_of, first_stream
 from unilinattn.tracing.trace import Target, Trace

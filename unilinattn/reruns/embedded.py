@@ -20,7 +20,8 @@ from unilinattn.host.run import run
 from unilinattn.host.wrappers import require_gradients
 from unilinattn.reruns.rerun import Rerun, of_sequences
 from unilinattn.tracing.lookups import Lookups
-from unilinattn.tracing.token_source import Source, find_vectors, without_lookups
+from unilinattn.tracing.reaching import Source
+from unilinattn.tracing.token_source import find_vectors, without_lookups
 from unilinattn.tracing.token_streams import TokenStream
 from unilinattn.tracing.tokens import OTHER_VECTORS, TokenArgument, TokenCall, at_call, replaced_at_call
 from unilinattn.tracing.trace import Trace

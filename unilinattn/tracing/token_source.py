@@ -1,8 +1,8 @@
 """Where a model's tokens get their vectors, such that no other input reaches its output beside them."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from functools import wraps
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -10,44 +10,16 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from unilinattn.call.nested import tensors
 from unilinattn.errors import UncoveredError
-from unilinattn.host.indices import checked_indices
-from unilinattn.host.inputs import call_host, ids_name, is_ids, sequences_in
+from unilinattn.host.inputs import ids_name, is_ids, sequences_in
 from unilinattn.host.isolation import runs_in_gradient_mode
-from unilinattn.host.logits import KEEP, logits_in
-from unilinattn.host.run import run
-from unilinattn.tracing.changed_inputs import changed_input, has_numbers, mixed_channels
+from unilinattn.host.logits import KEEP
+from unilinattn.tracing.changed_inputs import changed_input
+from unilinattn.tracing.joined_streams import new_vectors
 from unilinattn.tracing.layer import Layer
-from unilinattn.tracing.lookups import Lookups
+from unilinattn.tracing.reaching import Source, explained_numbers, inputs_beside, is_structure, require_alone
 from unilinattn.tracing.token_streams import TokenStream, stream_read, stream_written, token_streams, tower_of
-from unilinattn.tracing.tokens import TokenArgument, TokenCall, find_tokens, replaced_at_call, require_own_tokens
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where the tokens of a stream get their vectors.
-
-    Attributes:
-        stream: the stream.
-        origin: the call or the argument that has the vectors; None for the lookups of `ids`.
-        ids: the name of the argument with the ids of the tokens, for lookups.
-    """
-
-    stream: TokenStream
-    origin: TokenCall | TokenArgument | None
-    ids: str | None = None
-
-
-STRUCTURE = ("mask", "position", "type", "label", "size", "shape", "length", "grid", "thw", "index", "indices", "ratio")
-"""Words in the names of whole numbers that say where and how large an input is, but not what it is."""
-
-Read = Callable[[Any], list[Any]]
-"""Returns the tensors of a model's output that are explained."""
-
-Hold = Callable[[Mapping[str, Any]], AbstractContextManager[object]]
-"""Makes the vectors of the tokens those of the traced inputs in a run on changed arguments."""
-
+from unilinattn.tracing.tokens import TokenArgument, TokenCall, find_tokens, require_own_tokens
 
 Sources = tuple[Source, ...]
 """The sources of several streams."""
@@ -98,7 +70,7 @@ def find_sources(model: nn.Module, arguments: Mapping[str, Any], layers: Sequenc
         # Without ids the tokens of the first block become all others, as when patches are merged.
         with suppress(UncoveredError):
             source = _first_source(model, arguments, layers, batch)
-            require_alone(model, arguments, (source,), layers, _explained)
+            require_alone(model, arguments, (source,), layers, explained_numbers)
             return (source,)
     lookups = Source(streams[0], None, ids)
     if len(streams) > 1 and (sources := _of_several(model, arguments, layers, lookups, batch)):
@@ -108,7 +80,7 @@ def find_sources(model: nn.Module, arguments: Mapping[str, Any], layers: Sequenc
         # Patches beside a text, and tuned prompts, enter the first block with it.
         with suppress(UncoveredError):
             source = Source(streams[0], find_tokens(model, arguments, layers))
-            require_alone(model, arguments, (source,), layers, _explained)
+            require_alone(model, arguments, (source,), layers, explained_numbers)
             return (source,)
     require_own_tokens(model, arguments, None if ids is None else arguments[ids], layers)
     if ids is not None and (sources := _with_others(model, arguments, layers, lookups)):
@@ -116,7 +88,7 @@ def find_sources(model: nn.Module, arguments: Mapping[str, Any], layers: Sequenc
     source = Source(streams[0], find_tokens(model, arguments, layers))
     if sources := _with_others(model, arguments, layers, source):
         return sources
-    require_alone(model, arguments, (source,), layers, _explained)
+    require_alone(model, arguments, (source,), layers, explained_numbers)
     return (source,)
 
 
@@ -127,9 +99,9 @@ def _with_others(
 
     Such as the entities of a text, or the states of an encoder that ran before.
     """
-    reaching = _reaching(model, arguments, (source,), layers, _explained)
+    reaching = inputs_beside(model, arguments, (source,), layers, explained_numbers)
     others = [other for name in reaching if (other := _read_beside(name, arguments[name], layers)) is not None]
-    if not reaching or (others and not _reaching(model, arguments, (source, *others), layers, _explained)):
+    if not reaching or (others and not inputs_beside(model, arguments, (source, *others), layers, explained_numbers)):
         return (source, *others)
     return ()
 
@@ -157,7 +129,7 @@ def _of_several(
     streams, first = token_streams(layers), lookups.stream
     is_first = lookups.ids is not None and tuple(arguments[lookups.ids].shape) == first.shape
     # Modules between blocks, such as a pool, may compute the other streams.
-    if is_first and not _reaching(model, arguments, (lookups,), layers, _explained):
+    if is_first and not inputs_beside(model, arguments, (lookups,), layers, explained_numbers):
         return (lookups,)
     # The last stream may read all others, as a text with patches in place of some of its tokens does.
     last = stream_written(layers[-1], layers, streams)
@@ -167,7 +139,7 @@ def _of_several(
         with suppress(UncoveredError):
             if stream.shape[0] == batch:
                 source = Source(stream, find_tokens(model, arguments, [layers[index] for index in indices]))
-                require_alone(model, arguments, (source,), layers, _explained)
+                require_alone(model, arguments, (source,), layers, explained_numbers)
                 return (source,)
     return _several(model, arguments, layers, streams, batch)
 
@@ -200,13 +172,17 @@ def _several(
             with suppress(UncoveredError):
                 calls.append(Source(stream, find_tokens(model, arguments, part, in_lists=True)))
                 break
+    made = [source.origin for source in calls if isinstance(source.origin, TokenCall)]
+    if len(made) == len(calls) > 1:
+        origins = new_vectors(model, arguments, made)
+        calls = [replace(source, origin=origin) for source, origin in zip(calls, origins, strict=True)]
     lookups = [_lookups_of(model, arguments, layers, call) for call in calls]
     for sources in (lookups, calls):
-        if sources and not _reaching(model, arguments, sources, layers, _explained):
+        if sources and not inputs_beside(model, arguments, sources, layers, explained_numbers):
             # A stream that is computed from another one is no source, such as the tokens after a merging of patches.
             for source in reversed(sources):
                 fewer = [other for other in sources if other is not source]
-                if fewer and not _reaching(model, arguments, fewer, layers, _explained):
+                if fewer and not inputs_beside(model, arguments, fewer, layers, explained_numbers):
                     sources = fewer
             return tuple(sources)
     return ()
@@ -219,7 +195,7 @@ def _lookups_of(model: nn.Module, arguments: Mapping[str, Any], layers: Sequence
     for name, value in arguments.items():
         if not (isinstance(call, TokenCall) and is_ids(value) and tuple(value.shape) == stream.shape):
             continue
-        if _is_structure(name):
+        if is_structure(name):
             continue
         # The model may accept no other ids, such as those that mark the places of an image.
         with suppress(Exception):
@@ -235,20 +211,6 @@ def layers_of_stream(layers: Sequence[Layer], last: bool) -> list[Layer]:
     return [layer for layer in layers if layer.input.shape[:2] == shape] or list(layers[-1:])
 
 
-@runs_in_gradient_mode(False)
-def require_alone(
-    model: nn.Module, arguments: Mapping[str, Any], sources: Sequence[Source], layers: Sequence[Layer], read: Read
-) -> None:
-    """Raise `UncoveredError` if another input reaches what `read` returns of the output beside the tokens' vectors."""
-    reaching = _reaching(model, arguments, sources, layers, read)
-    if reaching:
-        verb = "reaches" if len(reaching) == 1 else "reach"
-        raise UncoveredError(
-            f"{' and '.join(reaching)} {verb} the output of {type(model).__name__} beside the vectors of its tokens, "
-            "and shares are those of these vectors."
-        )
-
-
 @_remembered
 @runs_in_gradient_mode(False)
 def find_vectors(model: nn.Module, arguments: Mapping[str, Any], layers: Sequence[Layer]) -> Sources:
@@ -259,7 +221,7 @@ def find_vectors(model: nn.Module, arguments: Mapping[str, Any], layers: Sequenc
     streams, ids = token_streams(layers), ids_name(arguments)
     stream = stream_written(layers[-1], layers, streams)
     lookups = Source(stream, None, ids)
-    if ids is not None and not _reaching(model, arguments, (lookups,), layers, _explained):
+    if ids is not None and not inputs_beside(model, arguments, (lookups,), layers, explained_numbers):
         return (lookups,)
     with suppress(UncoveredError):
         return find_sources(model, arguments, layers)
@@ -278,117 +240,5 @@ def without_lookups(
     for source in sources:
         inside = [layers[index] for index in source.stream.layers]
         changed.append(source if source.ids is None else Source(source.stream, find_tokens(model, arguments, inside)))
-    require_alone(model, arguments, changed, layers, _explained)
+    require_alone(model, arguments, changed, layers, explained_numbers)
     return tuple(changed)
-
-
-def _reaching(
-    model: nn.Module, arguments: Mapping[str, Any], sources: Sequence[Source], layers: Sequence[Layer], read: Read
-) -> list[str]:
-    """Return the inputs that change what `read` returns of the output although the tokens' vectors are held."""
-    shapes = {tuple(layers[-1].output.shape[:2]), *(source.stream.shape for source in sources)}
-    # A model may put patches beside its text, whose ids have numbers of places too.
-    shapes |= {tuple(value.shape) for name, value in arguments.items() if name.endswith("input_ids") and is_ids(value)}
-    names_of_sources = {source.ids or getattr(source.origin, "name", None) for source in sources}
-    names = [
-        name for name, value in arguments.items() if name not in names_of_sources and _is_content(name, value, shapes)
-    ]
-    if not names:
-        return []
-    hold = _hold(model, arguments, layers, sources)
-    before = _run(model, dict(arguments), hold, read)
-
-    def after(name: str) -> list[Tensor] | None:
-        values = _run(model, changed_input(model, arguments, name), hold, read)
-        if values is None and (mixed := mixed_channels(arguments[name])) is not None:
-            # Some channels may be places, as in flattened patches: then their numbers are those of other tokens.
-            values = _run(model, {**arguments, name: mixed}, hold, read)
-        return values
-
-    return [name for name in names if _reaches(before, after(name), arguments[name])]
-
-
-def _is_content(name: str, value: Any, shapes: Collection[tuple[int, ...]]) -> bool:
-    """Tell whether an argument may carry content: numbers or codes, but no mask, no size and no place of a token.
-
-    `shapes` are (batch, length) of tokens; whole numbers for each of them say where it is, or of which type.
-    """
-    arrays = [t for t in tensors(value) if t.numel()]
-    if not arrays:
-        return False
-    if any(t.is_floating_point() or t.is_complex() for t in arrays):
-        return not ("mask" in name and all(map(_is_mask, arrays)))
-    if any(word in name for word in STRUCTURE) or all(t.ndim < 2 or t.dtype == torch.bool for t in arrays):
-        return False
-    return name.endswith("input_ids") or not all(tuple(t.shape[:2]) in shapes for t in arrays)
-
-
-def _is_structure(name: str) -> bool:
-    return any(word in name for word in (*STRUCTURE, "token_type"))
-
-
-def _is_mask(t: Tensor) -> bool:
-    """Tell whether numbers are 0 and 1, or 0 and large negative ones that are added to scores."""
-    return bool(((t == 0) | (t == 1) | (t < -1000)).all())
-
-
-def _explained(output: Any) -> list[Any]:
-    """Return the logits, or every tensor but losses of an output without logits."""
-    logits = logits_in(output)
-    if logits is not None:
-        return [logits]
-    return list(
-        tensors({k: v for k, v in output.items() if "loss" not in k} if isinstance(output, Mapping) else output)
-    )
-
-
-def _run(model: nn.Module, arguments: dict[str, Any], hold: Hold, read: Read) -> list[Tensor] | None:
-    """Return what a run computes, None if it fails."""
-    try:
-        with checked_indices(model):
-            values = run(
-                model, lambda: read(call_host(model, arguments)), observer=hold(arguments), seed=torch.get_rng_state()
-            )
-    # The model may accept no other image or code.
-    except Exception:
-        return None
-    return [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
-
-
-def _reaches(before: list[Tensor] | None, after: list[Tensor] | None, changed: Any) -> bool:
-    """Tell whether an input reaches the output; one that cannot be changed does if it is no code, such as a size."""
-    if before is None or after is None:
-        return has_numbers(changed)
-    return len(before) != len(after) or any(map(_moved, before, after))
-
-
-def _moved(before: Tensor, after: Tensor) -> bool:
-    """Tell whether a number changed by more than rounding; some logits may be a large constant."""
-    if before.shape != after.shape:
-        return True
-    allowed = 32 * torch.finfo(before.dtype).eps
-    scale = torch.maximum(before.abs(), before.abs().nan_to_num(posinf=0).flatten().median())
-    same = (before == after) | (before.isnan() & after.isnan())
-    return not bool((same | ((before - after).abs() <= allowed * scale)).all())
-
-
-def _hold(model: nn.Module, traced: Mapping[str, Any], layers: Sequence[Layer], sources: Sequence[Source]) -> Hold:
-    """Return what holds the tokens' vectors; an argument with them, or with ids, does not change."""
-    names = [layer.name for layer in layers]
-    ids = [source.ids for source in sources if source.ids is not None]
-    lookups: dict[str, Lookups] = {}
-    if ids:
-        lookups = run(model, lambda: {name: Lookups(model, traced, names, name) for name in ids})
-
-    @contextmanager
-    def hold(arguments: Mapping[str, Any]) -> Iterator[None]:
-        with ExitStack() as stack:
-            for source in sources:
-                if source.ids is not None:
-                    each = lookups[source.ids]
-                    stack.enter_context(each.replaced(arguments, each.vectors))
-                elif isinstance(source.origin, TokenCall):
-                    stack.enter_context(replaced_at_call(source.origin, source.origin.vectors))
-            yield
-
-    return hold
