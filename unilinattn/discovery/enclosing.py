@@ -49,25 +49,30 @@ def is_attention(layer: CallRecord) -> bool:
 
 
 def layer_at(
-    model: nn.Module, mixer: UnregisteredMixer, layers: Sequence[CallRecord], convolutions: Collection[str]
+    model: nn.Module,
+    mixer: UnregisteredMixer,
+    layers: Sequence[CallRecord],
+    convolutions: Collection[str],
+    around: Collection[str],
 ) -> str | None:
     """Return the path of the module around a leak that takes tokens and returns them; None if it holds layers.
 
     It may hold `convolutions` and one other layer that can be recorded with it. Where it holds more, a convolution, a
-    pool or a norm in it is the layer.
+    pool or a norm in it is the layer, or else the module, if it holds only convolutions and modules `around` some.
     """
     if mixer.leak is None:
         return _around(model, mixer, layers)
-    path = mixer.leak.module
+    path = leaf = mixer.leak.module
     recorded = {x.name for x in layers if _may_be_a_part(x)}
     while path and is_basic(model.get_submodule(path)):
         path = path.rpartition(".")[0]
     inside = {layer.name for layer in layers if layer.name == path or layer.name.startswith(f"{path}.")}
-    may_be_parts = inside <= recorded and len(inside - set(convolutions)) < 2
-    if path and path not in inside and may_be_parts:
+    is_possible = path and path not in inside and inside <= recorded
+    if is_possible and len(inside - set(convolutions)) < 2:
         return path
-    leaf = mixer.leak.module
-    return leaf if is_convolution(model, leaf) and leaf not in recorded else None
+    if is_convolution(model, leaf) and leaf not in recorded:
+        return leaf
+    return path if is_possible and inside <= {*convolutions, *around} else None
 
 
 def is_convolution(model: nn.Module, path: str) -> bool:

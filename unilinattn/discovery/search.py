@@ -128,6 +128,7 @@ def _found_mixers(
     candidates = mixing_modules(model, examined, [layer for layer in layers if layer.name not in windows])
     paths = [*wrappers(layers), *(path for path in candidates if path not in windows)]
     convolutions = {path for path, attends in candidates.items() if not attends}
+    around: set[str] = set()
     regrouped: list[Key] = []
     while True:
         if paths:
@@ -136,13 +137,13 @@ def _found_mixers(
         # What mixes between two layers, such as the merging of patches, is a layer too if a module does it.
         more: list[str] = []
         for mixer in found:
-            path = layer_at(model, mixer, layers, convolutions)
+            path = layer_at(model, mixer, layers, convolutions, around)
             same = [] if path is None else alike(model, path)
             more += same
             # A module around convolutions, such as a pyramid of pools, mixes as they do.
             parts = {layer.name for layer in layers if path is not None and layer.name.startswith(f"{path}.")}
             of_pixels = mixer.leak is not None and is_convolution(model, mixer.leak.module)
-            convolutions.update(same if (of_pixels or parts) and parts <= convolutions else ())
+            around.update(same if (of_pixels or parts) and parts <= convolutions | around else ())
         # Without such a module, the first layer of a stream may read several tokens of another stream as one.
         leaks = [mixer.leak for mixer in found if mixer.leak is not None and not more]
         groups = [leak.regrouped for leak in leaks if leak.regrouped is not None]
@@ -211,7 +212,21 @@ class _Search:
         self._mixers: dict[str, bool] = {}
 
     def run(self) -> tuple[UnregisteredMixer, ...]:
-        """Return the outermost mixers, and the first leak that is left when they return constants."""
+        """Return the outermost mixers, and the first leak that is left when they return constants.
+
+        Raises `UncoveredError` for a model that fails on other tokens.
+        """
+        try:
+            return self._found()
+        except (UnilinattnError, torch.OutOfMemoryError):
+            raise
+        except RuntimeError as error:
+            raise UncoveredError(
+                f"{type(self._model).__name__} fails on other tokens while its layers return the same vectors, as if "
+                f"tokens decide how many vectors it makes, so it is unknown what else mixes them ({error})."
+            ) from error
+
+    def _found(self) -> tuple[UnregisteredMixer, ...]:
         # A model that is itself a layer has no modules outside of it.
         if "" in self._constants:
             return ()
@@ -235,15 +250,7 @@ class _Search:
         return tuple(mixers)
 
     def _leak(self) -> Leak | None:
-        try:
-            return find_leak(self._model, self._arguments, self._layers, self._constants, self._regrouped)
-        except (UnilinattnError, torch.OutOfMemoryError):
-            raise
-        except RuntimeError as error:
-            raise UncoveredError(
-                f"{type(self._model).__name__} fails on other tokens while its layers return the same vectors, as if "
-                f"tokens decide how many vectors it makes, so it is unknown what else mixes them ({error})."
-            ) from error
+        return find_leak(self._model, self._arguments, self._layers, self._constants, self._regrouped)
 
     def _search(self, length: int) -> None:
         """Find sources and let those that can be layers return constants, until no watched token changes."""
