@@ -19,7 +19,7 @@ from unilinattn.frozen.layers import shares_values, with_shared_values
 from unilinattn.frozen.shares import Linearized, by_token, linearized
 from unilinattn.frozen.token_pass import PassSpec, TokenPass, TokenRun, build_pass, shared_run
 from unilinattn.host.forwards import Forward, replaced_forwards
-from unilinattn.host.inputs import bound_arguments, call_host
+from unilinattn.host.inputs import bound_arguments
 from unilinattn.host.isolation import runs_in_gradient_mode
 from unilinattn.host.logits import Logit
 from unilinattn.host.module_calls import layer_input
@@ -153,7 +153,7 @@ class LivePass(TokenPass):
         # Leaves among the arguments are made before the rules apply, which let no host switch gradients on.
         arguments = self.arguments()
         with Live(self.where, self.paths, self.marker()), evaluated_by(partial(_evaluate, self.paths)):
-            output = call_host(self.model, arguments)
+            output = self.call_host(arguments)
         require_visible(output, type(self.model).__name__)
         return mapped(output, lambda t: t if t.requires_grad else t.detach())
 

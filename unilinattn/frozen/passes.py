@@ -18,7 +18,7 @@ from unilinattn.frozen.modules import plain_output
 from unilinattn.frozen.shares import Stream
 from unilinattn.frozen.token_pass import BlockCall, PassSpec, TokenPass
 from unilinattn.host.forwards import Forward, replaced_forwards
-from unilinattn.host.inputs import bound_arguments, call_host
+from unilinattn.host.inputs import bound_arguments
 from unilinattn.host.observer import Inputs
 from unilinattn.host.recomputation import captures
 from unilinattn.host.recorder import MAIN, main_tensor
@@ -99,7 +99,7 @@ class FrozenPass(TokenPass):
         with self._freezing(record) as mode:
             self._mode = mode
             try:
-                output = call_host(self.model, arguments)
+                output = self.call_host(arguments)
             except NotImplementedError as error:
                 if isinstance(error, UncoveredError):
                     raise

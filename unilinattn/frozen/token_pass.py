@@ -14,8 +14,10 @@ from torch.autograd import forward_ad
 from unilinattn.errors import UncoveredError
 from unilinattn.frozen.layers import require_transparent
 from unilinattn.frozen.shares import Stream
+from unilinattn.host.draws import States, drawing
 from unilinattn.host.explained import ExplainedLogit
 from unilinattn.host.forwards import Forward
+from unilinattn.host.inputs import call_host
 from unilinattn.host.logits import Logit, one_each
 from unilinattn.host.observer import Inputs, Observer
 from unilinattn.host.products import Products
@@ -46,6 +48,7 @@ class PassSpec:
         positions: those of the logits that the model computes, None for all.
         batch: the number of sequences.
         products: those of the trace, for the first pass.
+        draws: those of the trace.
     """
 
     model: nn.Module
@@ -57,6 +60,7 @@ class PassSpec:
     positions: Int[Tensor, " position"] | None
     batch: int
     products: Products | None = None
+    draws: States | None = None
 
     @classmethod
     def of(cls, trace: Trace, targets: Sequence[Target] | None) -> Self:
@@ -65,17 +69,18 @@ class PassSpec:
         arguments, positions = explained.arguments(model, targets)
         require_transparent(layers)
         require_gradients(model)
-        sources = find_sources(model, arguments, layers)
+        with drawing(trace.draws):
+            sources = find_sources(model, arguments, layers)
         groups = [[layers[index] for index in source.stream.layers] for source in sources]
         blocks = blocks_of(model, groups if len(groups) > 1 else [layers])
-        return cls(
-            model, arguments, layers, sources, blocks, explained, positions, trace.token_shape[0], trace.products
-        )
+        batch, products, draws = trace.token_shape[0], trace.products, trace.draws
+        return cls(model, arguments, layers, sources, blocks, explained, positions, batch, products, draws)
 
     def scalar(self, target: Any, logit: Logit) -> Callable[[Any], Float[Tensor, " batch"]]:
         """Return the function from an output of the model to the explained scalar of each sequence."""
         if callable(logit):
-            require_alone(self.model, self.arguments, self.sources, self.layers, lambda output: [logit(output)])
+            with drawing(self.draws):
+                require_alone(self.model, self.arguments, self.sources, self.layers, lambda output: [logit(output)])
         return lambda output: one_each(self.explained.scalar(output, target, logit, self.positions), self.batch)
 
     def value(self, scalar: Float[Tensor, " batch"], target: Any, logit: Logit) -> Float[Tensor, " batch"]:
@@ -100,7 +105,8 @@ def build_pass(spec: PassSpec, build: Callable[[PassSpec], Pass]) -> tuple[PassS
         "vectors of the tokens are unknown; give the model inputs_embeds instead of ids."
     )
     try:
-        sources = without_lookups(spec.model, spec.arguments, spec.layers, spec.sources)
+        with drawing(spec.draws):
+            sources = without_lookups(spec.model, spec.arguments, spec.layers, spec.sources)
     except UncoveredError as error:
         raise refusal from error
     spec = replace(spec, sources=sources, products=None)
@@ -145,6 +151,11 @@ class TokenPass(Observer[BlockCall]):
             if isinstance(source.origin, TokenArgument):
                 arguments[source.origin.name] = self.leaf(number, arguments[source.origin.name])
         return arguments
+
+    def call_host(self, arguments: Mapping[str, Any]) -> Any:
+        """Call the model, which draws the random numbers of the trace."""
+        with drawing(self._spec.draws):
+            return call_host(self.model, arguments)
 
     def known_product(self, module: nn.Module, host: Forward) -> Forward | None:
         """Return a linear layer's forward that uses the products of the traced run, None without any."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from unilinattn.call import CACHES
 from unilinattn.call.nested import tensors
 from unilinattn.errors import InputError, UnilinattnError, nearest
+from unilinattn.host.draws import same_draws
 from unilinattn.host.wrappers import OPTIMIZED
 
 CACHE = "past_key_values"
@@ -70,10 +71,12 @@ def refuse_states(arguments: Mapping[str, Any], name: str, caches: Sequence[str]
 def call_host(model: nn.Module, arguments: Mapping[str, Any]) -> Any:
     """Call a model with its arguments: by name, or by position where its forward takes only `*args`.
 
-    Raises `InputError` for more tokens than the model has positions, and for images of another size than the model's.
+    Inside of `drawing` the model draws the random numbers of a trace. Raises `InputError` for more tokens than the
+    model has positions, and for images of another size than the model's.
     """
     try:
-        return model(*arguments.values()) if _only_positional(model) else model(**arguments)
+        with same_draws():
+            return model(*arguments.values()) if _only_positional(model) else model(**arguments)
     except (UnilinattnError, torch.OutOfMemoryError):
         raise
     except (TypeError, KeyError) as error:

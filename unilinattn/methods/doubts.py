@@ -107,6 +107,17 @@ def head_underflow(result: Attribution, trace: Trace, target: Target | None) -> 
     )
 
 
+def only_zeros(result: Attribution) -> tuple[str, ...]:
+    """Return a warning if all scores of a result are zero."""
+    if not result.scores.numel() or bool(result.scores.any()):
+        return ()
+    return (
+        f"every score of {result.method} is zero: the explained number does not move with the tokens along the paths "
+        "that this method follows, as where its gradient is zero, where all products with a gradient are negative and "
+        "so cut, or where it depends on the tokens only by choices, such as codes. Take another method to compare.",
+    )
+
+
 def _log2_size(layer: Layer, trace: Trace, target: Target | None, scope: str) -> float | None:
     """Return log2 of the largest product in the row of the first sequence that underflows, None if none does."""
     op, rows = only_port(layer), query_rows(trace, layer, -1 if target is None else target)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from unilinattn.call.nested import tensors
 from unilinattn.call.parameters import constant_parameters
 from unilinattn.errors import InputError, OptionError, UncoveredError
+from unilinattn.host.draws import drawing
 from unilinattn.host.inputs import call_host, vocabulary_size
 from unilinattn.host.isolation import Result, in_gradient_mode
 from unilinattn.host.logits import kept_positions
@@ -51,7 +52,8 @@ class EmbeddedModel:
     def __init__(self, trace: Trace) -> None:
         """Run the model once and record the vectors."""
         self._trace, self._model = trace, trace.host
-        self._sources = find_vectors(self._model, trace.arguments, trace.layers)
+        with drawing(trace.draws):
+            self._sources = find_vectors(self._model, trace.arguments, trace.layers)
         self.streams = tuple(source.stream for source in self._sources)
         self._lookups: dict[str, Lookups] = {}
         recorded = in_gradient_mode(False, lambda: self.isolated(self._vectors))
@@ -79,7 +81,7 @@ class EmbeddedModel:
     def _recorded_at_blocks(self, recorded: Recorded) -> Recorded:
         """Return the vectors that enter the first blocks, for ids which no module embeds; else those recorded."""
         trace = self._trace
-        with suppress(UncoveredError):
+        with suppress(UncoveredError), drawing(trace.draws):
             self._sources = without_lookups(self._model, trace.arguments, trace.layers, self._sources)
             self._lookups.clear()
             return in_gradient_mode(False, lambda: self.isolated(self._vectors))
@@ -115,7 +117,8 @@ class EmbeddedModel:
             return compute()
 
         mixers = constant_parameters(self._model)
-        result: Result = run(self._model, checked, gradients=torch.is_grad_enabled(), mixers=mixers)
+        with drawing(self._trace.draws):
+            result: Result = run(self._model, checked, gradients=torch.is_grad_enabled(), mixers=mixers)
         return result
 
     def run(

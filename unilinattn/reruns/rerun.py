@@ -14,6 +14,7 @@ from torch import Tensor
 from unilinattn.call.exactness import layer_tolerance
 from unilinattn.call.nested import tensors
 from unilinattn.errors import InputError, UncoveredError
+from unilinattn.host.draws import drawing
 from unilinattn.host.inputs import call_host, ids_name
 from unilinattn.host.logits import KEEP, at_positions, kept_positions, logits_of
 from unilinattn.reruns.cut import Cut, run_without
@@ -86,7 +87,8 @@ def rerun(
         arguments = trace.explained_logit.kept_at(model, arguments, lambda: [positions])
     copies = len(sequences) / trace.layers[-1].output.shape[0]
     expected = [(layer.name, copies * layer.output.shape[0]) for layer in trace.layers]
-    output = run_without(model, partial(call_host, model, arguments), arguments, cuts, trace.opaque, expected)
+    with drawing(trace.draws):
+        output = run_without(model, partial(call_host, model, arguments), arguments, cuts, trace.opaque, expected)
     return Rerun(output, (len(sequences), length), kept_positions(arguments, length), trace.explained_logit.sizes)
 
 
@@ -130,9 +132,14 @@ def of_sequences(trace: Trace, sequences: Int[Tensor, " run"]) -> dict[str, Any]
 
     All rows of an argument belong to the only sequence of a call. Whether a run of several sequences computes each by
     itself tells `repeats`. Raises `UncoveredError` if an argument has other rows than one for each of several
-    sequences, unless all sequences are asked for in order.
+    sequences, or if the model draws random numbers, unless all sequences are asked for in order.
     """
     batch = trace.layers[-1].output.shape[0]
+    if trace.draws is not None and batch > 1 and not torch.equal(sequences.cpu(), torch.arange(batch, device="cpu")):
+        raise UncoveredError(
+            f"{trace.model} draws random numbers, and may draw others for a sequence of a batch than for this sequence "
+            "by itself; explain one sequence at a time."
+        )
 
     def selected(name: str, value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.ndim or name == KEEP:

@@ -18,6 +18,7 @@ from unilinattn.discovery.regions import regional_model
 from unilinattn.errors import OptionError, UncoveredError, UnknownArchitectureError
 from unilinattn.host.choices import choices_as_sequences
 from unilinattn.host.decoder import with_decoder_ids
+from unilinattn.host.draws import States, drawing, drawn_from, generator_states
 from unilinattn.host.explained import ExplainedLogit
 from unilinattn.host.image import image_tokens, is_image, processed
 from unilinattn.host.inputs import host_arguments, token_ids
@@ -65,6 +66,7 @@ class Trace:
             too (see `tracing.agreement`).
         products: the products of the run that the next one of `unilinattn.frozen` uses, None unless the trace is that
             of a call which explains the model.
+        draws: the states of the random number generators before a run that drew from them, else None.
     """
 
     host: nn.Module
@@ -78,6 +80,7 @@ class Trace:
     text: Text | None = None
     warnings: tuple[str, ...] = ()
     products: Products | None = None
+    draws: States | None = None
 
     def __repr__(self) -> str:
         """List the layers, each on a line."""
@@ -172,7 +175,9 @@ class Trace:
         for target in list(targets):
             self.weights.require_same(self.host, self.model, "this gradient would not be that of the traced model")
             compute = partial(gradient_of, self.host, self.layers, self.opaque, self.explained_logit, target, logit)
-            yield compute() if callable(logit) else shared_gradient(self, target, logit, compute)
+            with drawing(self.draws):
+                gradient = compute() if callable(logit) else shared_gradient(self, target, logit, compute)
+            yield gradient
 
     def require_whole(self, what: str) -> None:
         """Raise `UncoveredError` if the trace was made in pieces."""
@@ -280,6 +285,7 @@ def trace(
     arguments = with_decoder_ids(model, arguments)
 
     def built(model: nn.Module) -> Trace:
+        states = generator_states(model)
         if stream_to is None:
             recorder, output, seed = covered_run(
                 model, arguments, strict=strict, progress=progress, above=substitute_above
@@ -294,7 +300,7 @@ def trace(
         warn_of_recorded_leaks(arguments, layers)
         mask, weights = builder.mask, builder.weights
         traced = Trace(model, arguments, output, layers, steps, mask, weights, recorder.opaque, text)
-        traced.products = recorder.products
+        traced.products, traced.draws = recorder.products, drawn_from(states, model)
         if stream_to is None and not may_be_long(arguments, substitute_above):
             named = {*(inputs if isinstance(inputs, Mapping) else arguments), CACHE_FLAG}
             call = {name: value for name, value in arguments.items() if name in named}
