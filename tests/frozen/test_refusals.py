@@ -16,7 +16,7 @@ from tests.frozen.detached import (
     token_ids,
 )
 from tests.tracing.models import TokenWise
-from unilinattn.errors import ExactnessError, OptionError, UncoveredError
+from unilinattn.errors import ExactnessError, ExactnessWarning, OptionError, UncoveredError
 from unilinattn.frozen.passes import Rule
 from unilinattn.frozen.run import frozen
 from unilinattn.frozen.shares import Shares, doubt_of
@@ -66,13 +66,13 @@ def test_a_function_without_a_rule_is_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (lambda x: x + (x.round() - x).detach(), "adds the output of 'round'"),
-        (lambda x: x + x.sign(), "adds the output of 'sign'"),
+        (lambda x: x + (torch.eye(x.shape[-1])[x.argmax(-1)] - x).detach(), "adds the output of 'argmax'"),
+        (lambda x: x + x.softmax(-1), "adds the output of 'softmax'"),
         (lambda x: functional.one_hot(x.argmax(-1), x.shape[-1]).to(x), "adds the output of 'argmax'"),
         (lambda x: torch.from_numpy(2 * x.detach().numpy()), r"computes outside of torch \('numpy'\)"),
         (lambda x: x.new_tensor(x.tolist()), r"computes outside of torch \('tolist'\)"),
     ],
-    ids=["straight-through", "sign", "argmax", "numpy", "list"],
+    ids=["straight-through", "softmax", "argmax", "numpy", "list"],
 )
 def test_a_value_that_depends_on_the_tokens_is_no_bias(function: Callable[[Tensor], Tensor], message: str) -> None:
     model = llama_model()
@@ -108,6 +108,16 @@ def test_values_whose_gradient_a_host_stops_reach_the_output(method: str) -> Non
     first, expected, other = (result.scores for result in results)
     assert float(expected.abs().sum()) > 0
     assert torch.allclose(first, expected, rtol=1e-12, atol=0) and torch.equal(first, other)
+
+
+@pytest.mark.parametrize("method", ["logit", "lrp", "attn_lrp"])
+def test_a_straight_through_estimator_is_the_function_that_it_computes(method: str) -> None:
+    ids = torch.arange(7)[None]
+    first, expected = (
+        ula.explain(Stopping(stop).double().eval(), ids, method=method, target=-1, progress=False).scores
+        for stop in (lambda x: x + ((8 * x).round() / 8 - x).detach(), lambda x: (8 * x).round() / 8)
+    )
+    assert float(expected.abs().sum()) > 0 and torch.allclose(first, expected, rtol=1e-10, atol=1e-14)
 
 
 class Boxes(nn.Module):
@@ -317,3 +327,14 @@ def test_unknown_shares_are_an_error() -> None:
     # With checked signatures the literal is refused before.
     with pytest.raises((OptionError, TypeCheckError), match="'layers'"):
         frozen(ula.trace(mamba_model(), token_ids(), progress=False)).shares(by="layers")
+
+
+def test_a_result_of_zeros_says_so() -> None:
+    """The codes that a straight-through estimator chooses do not move with the tokens."""
+    model, ids = Stopping(torch.detach).double().eval(), torch.arange(7)[None]
+    assert not ula.explain(model, ids, method="attn_lrp", target=-1, progress=False).warnings
+    codes = torch.randn(5, 8, dtype=torch.float64)
+    model.stop = lambda x: x + (codes[(x @ codes.T).argmax(-1)] - x).detach()
+    with pytest.warns(ExactnessWarning, match="every score of attn_lrp is zero"):
+        result = ula.explain(model, ids, method="attn_lrp", target=-1, progress=False)
+    assert not result.scores.any() and "only by choices, such as codes" in result.warnings[0]

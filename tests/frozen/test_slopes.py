@@ -64,7 +64,13 @@ SLOPED: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
     "softshrink": (lambda x: functional.softshrink(x, 0.5), 0),
     "hardshrink": (lambda x: functional.hardshrink(x, 0.5), 0),
     "threshold": (lambda x: functional.threshold(x, 0.5, 0.0), 0),
+    # Quantised values.
+    "round": (torch.round, 0),
+    "trunc": (torch.trunc, 0),
 }
+
+JUMPS: dict[str, Callable[[Tensor], Tensor]] = {"sign": torch.sign, "floor": torch.floor, "ceil": torch.ceil}
+"""Functions without a derivative at zero."""
 
 
 def value_and_slope(function: Callable[[Tensor], Tensor], point: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,9 +92,9 @@ def test_slopes_near_zero_are_the_derivative_there(name: str) -> None:
 FAR = torch.tensor([-800.0, -40.0, -3.5, -1.0, -1e-3, 1e-3, 1.0, 2.9, 40.0, 800.0], dtype=torch.float64)
 
 
-@pytest.mark.parametrize("name", SLOPED)
+@pytest.mark.parametrize("name", [*SLOPED, *JUMPS])
 def test_slopes_are_those_of_the_line_to_zero(name: str) -> None:
-    function = SLOPED[name][0]
+    function = JUMPS[name] if name in JUMPS else SLOPED[name][0]
     value, slope = value_and_slope(function, FAR)
     at_zero = function(torch.zeros((), dtype=FAR.dtype))
     assert relative_error(value[None], function(FAR)[None]) <= EXACT

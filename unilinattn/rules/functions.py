@@ -59,7 +59,7 @@ JOINING = _names(
 FACTORS = _names("""
     softmax log_softmax exp expm1 softplus log log1p log2 sqrt rsqrt var std var_mean std_mean norm vector_norm
     logsumexp logaddexp logcumsumexp topk reciprocal prod cumprod cosine_similarity rpow cross_entropy nll_loss mse_loss
-    binary_cross_entropy_with_logits polar acos arccos cos cosh sign floor ceil round trunc
+    binary_cross_entropy_with_logits polar acos arccos cos cosh
 """)
 """Functions whose outputs are frozen: factors of what follows, and losses, which no logit depends on."""
 
@@ -100,7 +100,7 @@ LIMITS = _names("clamp clamp_min clamp_max clip hardtanh")
 
 SLOPES = LIMITS | _names("""
     silu gelu tanh sigmoid erf elu celu selu mish softsign hardswish hardsigmoid relu6 sin log_sigmoid logsigmoid
-    tanhshrink softshrink hardshrink threshold _threshold
+    tanhshrink softshrink hardshrink threshold _threshold sign floor ceil round trunc
 """)
 """Functions f of one value, frozen as x (f(p) - f(0)) / p + f(0)."""
 
