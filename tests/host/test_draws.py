@@ -4,10 +4,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 import unilinattn as ula
 from unilinattn.errors import UncoveredError
+from unilinattn.testing import promoted
+from unilinattn.testing.hosts import randomize
 
 IDS = torch.tensor([[3, 5, 2, 7, 1], [4, 0, 6, 8, 2]])
 
@@ -87,3 +90,21 @@ def test_a_layer_that_draws_has_no_operator() -> None:
 
     with pytest.raises(UncoveredError, match="draws random numbers"):
         ula.explain(Inside().eval(), IDS, method="logit", target=-1, progress=False)
+
+
+@pytest.mark.parametrize("method", ["logit", "occlusion"])
+def test_a_masked_autoencoder_masks_the_patches_of_its_trace(method: str) -> None:
+    """ViTMAE draws the patches that it masks, and returns a loss before its pixels."""
+    sizes = dict(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=2
+    )
+    decoder = dict(decoder_hidden_size=8, decoder_intermediate_size=8, decoder_num_hidden_layers=1)
+    config = transformers.ViTMAEConfig(**sizes, **decoder, decoder_num_attention_heads=2, mask_ratio=0.5)
+    model = randomize(transformers.ViTMAEForPreTraining(config).double().eval())
+    torch.manual_seed(5)
+    with promoted():
+        traced = ula.trace(model, torch.randn(1, 3, 8, 8, dtype=torch.float64), progress=False)
+        first, second = (ula.explain(traced, method=method, target=3, progress=False) for _ in range(2))
+    assert first.scores.shape == (1, 9) and torch.equal(first.scores, second.scores)
+    assert bool((first.scores != 0).all())
+    assert first.completeness_gap is None or first.completeness_gap < 1e-12

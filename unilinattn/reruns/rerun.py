@@ -120,7 +120,10 @@ def _computes_copies(trace: Trace) -> bool:
         # A host may raise any error on copies of inputs that it does not take apart.
         except Exception:
             return False
-    expected, copies = (next((t for t in tensors(x) if t.is_floating_point()), None) for x in (trace.output, output))
+    # A loss, which is one number of all sequences, may come first.
+    expected, copies = (
+        next((t for t in tensors(x) if t.is_floating_point() and t.ndim), None) for x in (trace.output, output)
+    )
     if expected is None or copies is None or len(copies) != 2 * len(expected):
         return False
     limit = layer_tolerance(expected.dtype) * float(expected.float().norm())
