@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from unilinattn.call.nested import tensors
 from unilinattn.errors import UncoveredError
 from unilinattn.host.indices import checked_indices
-from unilinattn.host.inputs import call_host, is_ids
+from unilinattn.host.inputs import call_host, ids_name, is_ids
 from unilinattn.host.isolation import runs_in_gradient_mode
 from unilinattn.host.logits import logits_in
 from unilinattn.host.run import run
@@ -72,9 +72,10 @@ def inputs_beside(
     # A model may put patches beside its text, whose ids have numbers of places too.
     shapes |= {tuple(value.shape) for name, value in arguments.items() if name.endswith("input_ids") and is_ids(value)}
     names_of_sources = {source.ids or getattr(source.origin, "name", None) for source in sources}
-    names = [
-        name for name, value in arguments.items() if name not in names_of_sources and _is_content(name, value, shapes)
-    ]
+    others = {name: value for name, value in arguments.items() if name not in names_of_sources}
+    # A model may call its ids otherwise, and write as many tokens.
+    main = ids_name(arguments)
+    names = [name for name, value in others.items() if name == main or _is_content(name, value, shapes)]
     if not names:
         return []
     hold = _hold(model, arguments, layers, sources)

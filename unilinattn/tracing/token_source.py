@@ -82,6 +82,11 @@ def find_sources(model: nn.Module, arguments: Mapping[str, Any], layers: Sequenc
             source = Source(streams[0], find_tokens(model, arguments, layers))
             require_alone(model, arguments, (source,), layers, explained_numbers)
             return (source,)
+    if ids is not None and (read := _read_beside(ids, arguments[ids], layers)) is not None:
+        # Latent vectors of the model, which are constants, read the tokens of the ids (Perceiver).
+        with suppress(UncoveredError):
+            require_alone(model, arguments, (read,), layers, explained_numbers)
+            return (read,)
     require_own_tokens(model, arguments, None if ids is None else arguments[ids], layers)
     if ids is not None and (sources := _with_others(model, arguments, layers, lookups)):
         return sources

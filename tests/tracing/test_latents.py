@@ -1,0 +1,33 @@
+"""Latent vectors of a model that read the tokens of its input: the tokens are keys, the latent vectors constants."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import unilinattn as ula
+from unilinattn.testing import promoted, relative_error
+from unilinattn.testing.hosts import randomize
+
+
+def perceiver() -> Any:
+    sizes = dict(d_model=8, d_latents=12, num_latents=5, num_blocks=1, num_self_attends_per_block=2)
+    heads = dict(num_self_attention_heads=2, num_cross_attention_heads=2, qk_channels=8, v_channels=12)
+    config = transformers.PerceiverConfig(**sizes, **heads, vocab_size=20, max_position_embeddings=7)
+    torch.manual_seed(0)
+    return randomize(transformers.PerceiverForMaskedLM(config).double().eval())
+
+
+@pytest.mark.parametrize("method", ["logit", "lrp", "attn_lrp", "occlusion"])
+def test_the_ids_that_latent_vectors_read_have_scores(method: str) -> None:
+    model, ids = perceiver(), torch.tensor([[3, 5, 2, 7, 1, 4, 6], [2, 8, 9, 5, 5, 0, 1]])
+
+    def explained(ids: torch.Tensor) -> ula.Attribution:
+        return ula.explain(model, ids, method=method, logit=lambda out: out["logits"][:, 2, 4], progress=False)
+
+    with promoted():
+        result, first = explained(ids), explained(ids[:1])
+    assert result.scores.shape == (2, 7) and bool((result.scores != 0).all())
+    assert relative_error(result.scores[:1], first.scores) < 1e-9
+    assert result.completeness_gap is None or result.completeness_gap < 1e-10
