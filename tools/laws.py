@@ -182,7 +182,9 @@ def padding(subject: Subject) -> Iterator[str]:
         )
         inputs = {**subject.inputs, "input_ids": padded, "attention_mask": mask}
         real, logits = mask[0].bool(), subject.logits(inputs)
-        if logits is None or not _same(logits[:, real] if logits.ndim == 3 else logits, whole, subject.limit):
+        if logits is not None and logits.ndim == 3 and logits.shape[1] == len(real):
+            logits = logits[:, real]
+        if logits is None or not _same(logits, whole, subject.limit):
             continue
         for method, result in _last(subject):
             other = subject.tried(inputs, method, -1)

@@ -11,17 +11,19 @@ from unilinattn.testing import promoted, relative_error
 from unilinattn.testing.hosts import randomize
 
 
-def perceiver() -> Any:
+def perceiver(positions: int) -> Any:
     sizes = dict(d_model=8, d_latents=12, num_latents=5, num_blocks=1, num_self_attends_per_block=2)
     heads = dict(num_self_attention_heads=2, num_cross_attention_heads=2, qk_channels=8, v_channels=12)
-    config = transformers.PerceiverConfig(**sizes, **heads, vocab_size=20, max_position_embeddings=7)
+    config = transformers.PerceiverConfig(**sizes, **heads, vocab_size=20, max_position_embeddings=positions)
     torch.manual_seed(0)
     return randomize(transformers.PerceiverForMaskedLM(config).double().eval())
 
 
-@pytest.mark.parametrize("method", ["logit", "lrp", "attn_lrp", "occlusion"])
-def test_the_ids_that_latent_vectors_read_have_scores(method: str) -> None:
-    model, ids = perceiver(), torch.tensor([[3, 5, 2, 7, 1, 4, 6], [2, 8, 9, 5, 5, 0, 1]])
+@pytest.mark.parametrize("positions", [7, 9])
+@pytest.mark.parametrize("method", ["logit", "lrp", "attn_lrp", "occlusion", "input_x_gradient"])
+def test_the_ids_that_latent_vectors_read_have_scores(method: str, positions: int) -> None:
+    """The decoder returns a vector for each of the positions, which may be as many as ids."""
+    model, ids = perceiver(positions), torch.tensor([[3, 5, 2, 7, 1, 4, 6], [2, 8, 9, 5, 5, 0, 1]])
 
     def explained(ids: torch.Tensor) -> ula.Attribution:
         return ula.explain(model, ids, method=method, logit=lambda out: out["logits"][:, 2, 4], progress=False)

@@ -226,7 +226,8 @@ def find_vectors(model: nn.Module, arguments: Mapping[str, Any], layers: Sequenc
     streams, ids = token_streams(layers), ids_name(arguments)
     stream = stream_written(layers[-1], layers, streams)
     lookups = Source(stream, None, ids)
-    if ids is not None and not inputs_beside(model, arguments, (lookups,), layers, explained_numbers):
+    fits = ids is not None and tuple(arguments[ids].shape[:2]) == stream.shape
+    if fits and not inputs_beside(model, arguments, (lookups,), layers, explained_numbers):
         return (lookups,)
     with suppress(UncoveredError):
         return find_sources(model, arguments, layers)
