@@ -108,8 +108,8 @@ def head_underflow(result: Attribution, trace: Trace, target: Target | None) -> 
 
 
 def only_zeros(result: Attribution) -> tuple[str, ...]:
-    """Return a warning if all scores of a result are zero."""
-    if not result.scores.numel() or bool(result.scores.any()):
+    """Return a warning if all scores of a number are zero; a map may be."""
+    if "logit" not in result.options or not result.scores.numel() or bool(result.scores.any()):
         return ()
     return (
         f"every score of {result.method} is zero: the explained number does not move with the tokens along the paths "

@@ -23,7 +23,7 @@ def is_stopped_by_host(name: str) -> bool:
         is_mode = code.co_name == "__torch_function__"
         if not is_mode and frame.f_globals.get("__name__", "").startswith(f"{PACKAGE}."):
             return False
-        if code.co_name == "forward" and isinstance(frame.f_locals.get(code.co_varnames[0]), nn.Module):
+        if code.co_name == "forward" and isinstance(frame.f_locals.get("".join(code.co_varnames[:1])), nn.Module):
             return True
         frame = frame.f_back
     return False
