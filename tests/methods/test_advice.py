@@ -54,7 +54,7 @@ def test_a_method_works_where_its_declared_needs_are_met(name: str, target: int 
 
 
 @pytest.mark.parametrize(("name", "target"), CASES)
-@pytest.mark.filterwarnings("ignore:every score of:unilinattn.ExactnessWarning")
+@pytest.mark.filterwarnings("ignore:every score of:unilinattn.errors.ExactnessWarning")
 def test_every_recommended_call_works(name: str, target: int | None) -> None:
     calls: dict[str, tuple[str, dict[str, Any]]] = {}
     for method in ("alti_logit", "rollout", "logit"):
