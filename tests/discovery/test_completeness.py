@@ -186,50 +186,6 @@ def test_an_output_with_the_tokens_of_a_stream_may_not_pool_another_one() -> Non
         ula.trace(Towers().eval(), SIGNAL)
 
 
-class Chosen(Layers):
-    """The second layer reads the tokens with the largest first channel, as a detector's decoder does."""
-
-    def __init__(self, choose: Callable[[Tensor], Tensor], leaks: bool = False) -> None:
-        super().__init__()
-        self.choose, self.leaks = choose, leaks
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.first(x)
-        chosen = x.gather(1, self.choose(x[..., 0])[..., None].expand(-1, -1, WIDTH))
-        chosen = chosen + x.mean(1, keepdim=True) if self.leaks else chosen
-        return chosen + self.second(chosen)
-
-
-CHOICES: dict[str, Callable[[Tensor], Tensor]] = {
-    "topk": lambda x: x.topk(4, dim=1).indices,
-    "topk by place": lambda x: torch.topk(x, 4, 1)[1],
-    "sort": lambda x: x.sort(dim=1, descending=True)[1][:, :4],
-    "argsort": lambda x: x.argsort(1)[:, :4],
-    "largest of groups": lambda x: x.unflatten(1, (4, 3)).max(-1)[1] + torch.arange(0, 12, 3),
-    "argmax": lambda x: x.unflatten(1, (4, 3)).argmax(-1) + torch.arange(0, 12, 3),
-}
-
-
-@pytest.mark.parametrize("leaks", [False, True])
-@pytest.mark.parametrize("name", CHOICES)
-def test_tokens_that_the_input_chooses_are_those_of_the_trace(name: str, leaks: bool) -> None:
-    model = Chosen(CHOICES[name], leaks).eval()
-    if leaks:
-        with pytest.raises(UnknownArchitectureError, match="between first and second"):
-            ula.trace(model, SIGNAL)
-        return
-    assert [tuple(layer.output.shape) for layer in ula.trace(model, SIGNAL).layers] == [(2, 12, WIDTH), (2, 4, WIDTH)]
-
-
-def test_the_values_of_a_choice_are_those_of_the_chosen_tokens() -> None:
-    """As many values that change places, but not tokens, mix none."""
-    for sort in (lambda x: x.topk(12, dim=1)[0], lambda x: torch.sort(x, 1)[0], lambda x: x.cummax(1)[0]):
-        with pytest.raises((UncoveredError, UnknownArchitectureError)):
-            ula.trace(Layers(between=Of(sort)).eval(), SIGNAL)
-    for tokenwise in (lambda x: x * x.max(-1, keepdim=True)[0], lambda x: x * x.min(dim=-1)[0][..., None]):
-        assert len(ula.trace(Layers(between=Of(tokenwise)).eval(), SIGNAL).layers) == 2
-
-
 SQUARE = SIGNAL[:, :WIDTH]
 """As many tokens as channels."""
 

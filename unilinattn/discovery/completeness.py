@@ -298,7 +298,7 @@ class _Probe(Run):
             self.turn = self._count
             self._begun.discard(tokens_of(result.shape, -1))
         if name in CHOOSING:
-            result = self._selections.of_first_run(self._numbered(name), name, args, kwargs, result)
+            result = self._selections.of_first_run((name, self._numbered(name)), name, args, kwargs, result)
         if name in ("empty", "empty_like", "new_empty") and isinstance(result, Tensor):
             return result.zero_()  # Arbitrary memory would differ between the runs.
         if name in ATTENTION:
