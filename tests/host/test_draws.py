@@ -75,6 +75,21 @@ def test_a_check_replaces_tokens_under_the_same_draws() -> None:
     assert checks[0] == checks[1]
 
 
+@pytest.mark.parametrize("method", ["occlusion", "knockout"])
+def test_draws_that_nothing_reads_are_none(method: str) -> None:
+    """BART and others draw a number for each layer that training may leave out."""
+    model, fixed = Noisy().double().eval(), Noisy().double().eval()
+    model.noise = fixed.noise = torch.randn(5, 8, dtype=torch.float64)
+    model.register_forward_hook(lambda *_: torch.rand([]) and None)
+    traced = ula.trace(model, IDS, progress=False)
+    assert traced.draws is None and ula.trace(Noisy().eval(), IDS, progress=False).draws is not None
+    result, expected = (
+        ula.explain(each, method=method, target=-1, progress=False)
+        for each in (traced, ula.trace(fixed, IDS, progress=False))
+    )
+    assert torch.equal(result.scores, expected.scores)
+
+
 def test_a_layer_that_draws_has_no_operator() -> None:
     class Inside(Noisy):
         def __init__(self) -> None:
