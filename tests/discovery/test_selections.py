@@ -20,9 +20,9 @@ class Chosen(Layers):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.first(x)
-        chosen = x.gather(1, self.choose(x[..., 0])[..., None].expand(-1, -1, WIDTH))
-        chosen = chosen + x.mean(1, keepdim=True) if self.leaks else chosen
-        return chosen + self.second(chosen)
+        queries = x.gather(1, self.choose(x[..., 0])[..., None].expand(-1, -1, WIDTH))
+        queries = queries + x.mean(1, keepdim=True) if self.leaks else queries
+        return queries + self.second(queries)
 
 
 CHOICES: dict[str, Callable[[Tensor], Tensor]] = {

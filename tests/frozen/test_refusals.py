@@ -68,11 +68,12 @@ def test_a_function_without_a_rule_is_refused_by_name() -> None:
     [
         (lambda x: x + (torch.eye(x.shape[-1])[x.argmax(-1)] - x).detach(), "adds the output of 'argmax'"),
         (lambda x: x + x.softmax(-1), "adds the output of 'softmax'"),
+        (lambda x: torch.eye(x.shape[-1])[torch.cdist(x, x[:, :4]).argmin(-1)], "adds the output of 'cdist'"),
         (lambda x: functional.one_hot(x.argmax(-1), x.shape[-1]).to(x), "adds the output of 'argmax'"),
         (lambda x: torch.from_numpy(2 * x.detach().numpy()), r"computes outside of torch \('numpy'\)"),
         (lambda x: x.new_tensor(x.tolist()), r"computes outside of torch \('tolist'\)"),
     ],
-    ids=["straight-through", "softmax", "argmax", "numpy", "list"],
+    ids=["straight-through", "softmax", "cdist", "argmax", "numpy", "list"],
 )
 def test_a_value_that_depends_on_the_tokens_is_no_bias(function: Callable[[Tensor], Tensor], message: str) -> None:
     model = llama_model()
@@ -97,13 +98,46 @@ class Stopping(nn.Module):
         return self.head(x * self.stop(x.sigmoid()))
 
 
+class Inline(Stopping):
+    """Attention in the model's own forward, a region of it."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        x = x + self.stop((x @ x.mT).softmax(-1) @ self.stop(x))
+        return self.head(self.stop(x))
+
+
+class Coded(Stopping):
+    """Has a codebook of parameters, whose nearest entries take the place of values."""
+
+    def __init__(self, far: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__(torch.clone)
+        self.codes, self.far = nn.Parameter(torch.randn(5, 8)), far
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        return self.head(x + (self.codes[self.far(x, self.codes).argmin(-1)] - x).detach())
+
+
+@pytest.mark.parametrize("far", [torch.cdist, lambda x, codes: (x[..., None, :] - codes).pow(2).sum(-1)])
+def test_the_nearest_entry_of_a_codebook_is_no_bias(far: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Its gradient is stopped behind it, so that all of the logit would be a bias."""
+    trace = ula.trace(Coded(far).double().eval(), torch.arange(7)[None], progress=False)
+    with pytest.raises(UncoveredError, match=r"adds the output of '(cdist|argmin)'"):
+        frozen(trace).shares(-1, 3)
+
+
+@pytest.mark.parametrize("build", [Stopping, Inline])
 @pytest.mark.parametrize("method", ["logit", "lrp", "attn_lrp"])
-def test_values_whose_gradient_a_host_stops_reach_the_output(method: str) -> None:
+def test_values_whose_gradient_a_host_stops_reach_the_output(
+    method: str, build: Callable[[Callable[[Tensor], Tensor]], nn.Module]
+) -> None:
     """A detector stops the gradient of its queries, for its training: the function that it computes is the same."""
     ids = torch.arange(7)[None]
     results = []
     for stop in (torch.detach, Tensor.clone, Tensor.detach):
-        model = Stopping(stop).double().eval()
+        model = build(stop).double().eval()
         results.append(ula.explain(model, ids, method=method, target=-1, progress=False))
     first, expected, other = (result.scores for result in results)
     assert float(expected.abs().sum()) > 0

@@ -90,6 +90,15 @@ def test_draws_that_nothing_reads_are_none(method: str) -> None:
     assert torch.equal(result.scores, expected.scores)
 
 
+def test_draws_decide_how_many_tensors_a_model_returns() -> None:
+    class Several(Noisy):
+        def forward(self, input_ids: Tensor) -> Any:
+            logits = super().forward(input_ids)
+            return {"logits": logits, **({"more": logits * 2} if float(torch.rand([])) < 0.5 else {})}
+
+    assert ula.trace(Several().eval(), IDS, progress=False).draws is not None
+
+
 def test_a_layer_that_draws_has_no_operator() -> None:
     class Inside(Noisy):
         def __init__(self) -> None:

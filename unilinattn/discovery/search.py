@@ -141,9 +141,9 @@ def _found_mixers(
             same = [] if path is None else alike(model, path)
             more += same
             # A module around convolutions, such as a pyramid of pools, mixes as they do.
-            parts = {layer.name for layer in layers if path is not None and layer.name.startswith(f"{path}.")}
+            contained = {layer.name for layer in layers if path is not None and layer.name.startswith(f"{path}.")}
             of_pixels = mixer.leak is not None and is_convolution(model, mixer.leak.module)
-            around.update(same if (of_pixels or parts) and parts <= convolutions | around else ())
+            around.update(same if (of_pixels or contained) and contained <= convolutions | around else ())
         # Without such a module, the first layer of a stream may read several tokens of another stream as one.
         leaks = [mixer.leak for mixer in found if mixer.leak is not None and not more]
         groups = [leak.regrouped for leak in leaks if leak.regrouped is not None]

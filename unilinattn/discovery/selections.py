@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 CHOOSING = frozenset({"topk", "sort", "max", "min", "kthvalue", "median", "argsort", "argmax", "argmin", "multinomial"})
-"""Functions of torch that return the places of some elements, those of one axis after the elements."""
+"""Functions of torch that return the indices of some elements, those along one axis after the elements."""
 
 
 class Selections:
-    """The places of the elements that functions choose in a run, by the call.
+    """The indices of the elements that functions choose in a run, by the call.
 
     Args:
         first: those of the first run, None in that run.
@@ -24,16 +24,16 @@ class Selections:
     def __init__(self, first: "Selections | None" = None) -> None:
         """Begin a run."""
         self._first = first
-        self._places: dict[object, Tensor] = {}
+        self._indices: dict[object, Tensor] = {}
 
     def of_first_run(self, call: object, name: str, args: Any, kwargs: Mapping[str, Any], result: Any) -> Any:
-        """Return the result of a function, for the places that it returned at this call in the first run."""
+        """Return the result of a function, for the indices that it returned at this call in the first run."""
         returned = list(result) if isinstance(result, tuple) else [result]
         if name not in CHOOSING or not isinstance(returned[-1], Tensor) or returned[-1].is_floating_point():
             return result
-        places = self._places[call] = returned[-1]
-        first = None if self._first is None else self._first._places.get(call)
-        if first is None or first.shape != places.shape or torch.equal(first, places):
+        indices = self._indices[call] = returned[-1]
+        first = None if self._first is None else self._first._indices.get(call)
+        if first is None or first.shape != indices.shape or torch.equal(first, indices):
             return result
         if not isinstance(result, tuple):
             return first.clone()

@@ -84,7 +84,8 @@ class Freezing(TorchFunctionMode):
         factors = [tensor for tensor in tensors(read) if tensor in self._factors]
         if name in kinds.SELECTING and isinstance(args[0], nn.Parameter):
             # Indices are frozen: what a router selects, such as the biases of an expert, is a constant.
-            factors = [tensor for tensor in factors if tensor.is_floating_point()]
+            # The nearest entry of a codebook stands for a value.
+            factors = [t for t in factors if t.is_floating_point() or self._factors[t] in kinds.NEAREST]
         origin = next((self._factors[tensor] for tensor in factors), None)
         if name in kinds.LEAVING and args[0].is_floating_point() and (origin or carried(args)):
             raise UncoveredError(

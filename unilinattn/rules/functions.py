@@ -59,7 +59,7 @@ JOINING = _names(
 FACTORS = _names("""
     softmax log_softmax exp expm1 softplus log log1p log2 sqrt rsqrt var std var_mean std_mean norm vector_norm
     logsumexp logaddexp logcumsumexp topk reciprocal prod cumprod cosine_similarity rpow cross_entropy nll_loss mse_loss
-    binary_cross_entropy_with_logits polar acos arccos cos cosh
+    binary_cross_entropy_with_logits polar acos arccos cos cosh cdist pairwise_distance
 """)
 """Functions whose outputs are frozen: factors of what follows, and losses, which no logit depends on."""
 
@@ -71,6 +71,9 @@ SIZES = _names("std norm vector_norm")
 
 SELECTING = _names("getitem index_select")
 """Functions that select entries by indices, such as the biases of the experts that a router chose."""
+
+NEAREST = _names("argmin cdist pairwise_distance")
+"""Functions that find the nearest entry of a codebook."""
 
 NEW = _names("""
     zeros_like ones_like full_like empty_like rand_like randn_like new_zeros new_ones new_full new_empty new_tensor

@@ -15,16 +15,17 @@ def is_stopped_by_host(name: str) -> bool:
     """Tell whether the function that a mode intercepts is the `detach` of a host: a stop of gradients for its training.
 
     The operators of this package, which run beside the host's code, detach what they freeze. Of the calls under way,
-    the innermost one that is of this package or the forward of a module tells whose code it is.
+    the innermost one that is the forward of a module or of this package tells whose code it is.
     """
     frame = sys._getframe(1) if name == "detach" else None
     while frame is not None:
         code = frame.f_code
+        # Also a region of a host's own forward, which is a module of this package.
+        if code.co_name == "forward" and isinstance(frame.f_locals.get("".join(code.co_varnames[:1])), nn.Module):
+            return True
         is_mode = code.co_name == "__torch_function__"
         if not is_mode and frame.f_globals.get("__name__", "").startswith(f"{PACKAGE}."):
             return False
-        if code.co_name == "forward" and isinstance(frame.f_locals.get("".join(code.co_varnames[:1])), nn.Module):
-            return True
         frame = frame.f_back
     return False
 

@@ -33,23 +33,23 @@ class _Search:
     def __init__(self, arguments: Mapping[str, Any], calls: Sequence[TokenCall]) -> None:
         self.calls = list(calls)
         self._finders = [call.finder() for call in calls]
-        self._given, self._of_stream = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
+        self._of_inputs, self._of_stream = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
         for tensor in tensors(arguments):
-            self._given[tensor] = True
+            self._of_inputs[tensor] = True
         self._made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._counts: Counter[tuple[Any, ...]] = Counter()
 
     def record(self, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
         """Follow the call of a function."""
         read = list(tensors((args, kwargs)))
-        is_given, of_stream = (any(t in some for t in read) for some in (self._given, self._of_stream))
+        of_inputs, of_stream = (any(t in some for t in read) for some in (self._of_inputs, self._of_stream))
         for number, finder in enumerate(self._finders):
             if finder(func, result):
                 if of_stream:
-                    self._separate(number, [t for t in read if t in self._given and t not in self._of_stream])
+                    self._separate(number, [t for t in read if t in self._of_inputs and t not in self._of_stream])
                 of_stream = True
         for tensor in tensors(result):
-            for is_member, members in ((is_given, self._given), (of_stream, self._of_stream)):
+            for is_member, members in ((of_inputs, self._of_inputs), (of_stream, self._of_stream)):
                 if is_member:
                     members[tensor] = True
         if isinstance(result, Tensor):

@@ -6,8 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unilinattn.call.nested import tensors
 from unilinattn.discovery.enclosing import UnregisteredMixer
 from unilinattn.discovery.search import refuse, remembered_mixers, unregistered_mixers
+from unilinattn.host.draws import States, drawing
 from unilinattn.host.inputs import call_host, last_real, real_tokens
 from unilinattn.host.isolation import isolated
 from unilinattn.host.logits import logits_at
@@ -96,3 +98,21 @@ def recorded_run(
     long = may_be_long(arguments, above)
     mixers = operators_at_length(model, real_tokens(arguments), recorder.note_prefix, above) if long else None
     return run(model, call, mixers=mixers, observer=recorder.attached(), after=after)
+
+
+def depends_on_draws(model: nn.Module, arguments: Mapping[str, Any], states: States) -> bool:
+    """Tell whether the output of a model depends on the random numbers that it draws: two runs with other ones.
+
+    A host that may leave layers out in training draws for each of them in any case. `states` are those of its
+    generators.
+    """
+
+    def output(seed: int) -> list[Tensor]:
+        others = {device: torch.Generator(device).manual_seed(seed).get_state() for device in states}
+        with drawing(others):
+            return list(tensors(run(model, arguments)))
+
+    first, second = output(1), output(2)
+    pairs = zip(first, second, strict=False)
+    same = all(a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs)
+    return not same or len(first) != len(second)

@@ -25,7 +25,6 @@ from unilinattn.host.inputs import host_arguments, token_ids
 from unilinattn.host.isolation import in_gradient_mode
 from unilinattn.host.logits import Logit, plain_sizes, positions_of
 from unilinattn.host.products import Products
-from unilinattn.host.run import run
 from unilinattn.host.substitution import SUBSTITUTE_ABOVE, may_be_long
 from unilinattn.host.text import NO_TEXT, Text, encoded, is_text, tokenized
 from unilinattn.host.weights import Weights
@@ -38,7 +37,7 @@ from unilinattn.tracing.gradients import gradient_of, shared_gradient
 from unilinattn.tracing.inner_padding import padded_arguments, padded_text
 from unilinattn.tracing.layer import Layer, Step, WithoutVectorsError
 from unilinattn.tracing.padding import masks_of_streams, warn_of_leaks, warn_of_recorded_leaks
-from unilinattn.tracing.recording import covered_run
+from unilinattn.tracing.recording import covered_run, depends_on_draws
 from unilinattn.tracing.streaming import run_in_pieces
 from unilinattn.tracing.token_streams import TokenStream, stream_written, token_streams
 
@@ -67,7 +66,7 @@ class Trace:
             too (see `tracing.agreement`).
         products: the products of the run that the next one of `unilinattn.frozen` uses, None unless the trace is that
             of a call which explains the model.
-        draws: the states of the random number generators before a run that drew from them, else None.
+        draws: the states of the random number generators before a run whose output depends on its draws, else None.
     """
 
     host: nn.Module
@@ -302,14 +301,10 @@ def trace(
         mask, weights = builder.mask, builder.weights
         traced = Trace(model, arguments, output, layers, steps, mask, weights, recorder.opaque, text)
         traced.products, traced.draws = recorder.products, drawn_from(states, model)
-        if traced.draws is not None and stream_to is None and not may_be_long(arguments, substitute_above):
-            # Hosts that may leave layers out in training draw for each of them in any case.
-            other = torch.Generator().manual_seed(1).get_state()
-            again = run(model, arguments, seed=other)
-            same = zip(tensors(output), tensors(again), strict=True)
-            if all(a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in same):
-                traced.draws = None
-        if stream_to is None and not may_be_long(arguments, substitute_above):
+        is_whole = stream_to is None and not may_be_long(arguments, substitute_above)
+        if traced.draws is not None and is_whole and not depends_on_draws(model, arguments, traced.draws):
+            traced.draws = None
+        if is_whole:
             named = {*(inputs if isinstance(inputs, Mapping) else arguments), CACHE_FLAG}
             call = {name: value for name, value in arguments.items() if name in named}
             is_default = CACHE_FLAG in call and not (isinstance(inputs, Mapping) and CACHE_FLAG in inputs)
