@@ -45,13 +45,21 @@ FAMILIES = (
         "GLA, RetNet, GSA, LightNet, MiniMax, xLSTM (mLSTM)",
         ("fla_gla", "fla_gsa", "fla_lightnet", "fla_linear_attention", "fla_retnet", "minimax", "xlstm"),
     ),
-    Family("gated linear RNN", "Griffin, HGRN, HGRN2", ("fla_hgrn", "fla_hgrn2", "griffin")),
+    Family(
+        "gated linear RNN",
+        "Griffin, HGRN, HGRN2, minGRU, minLSTM",
+        ("fla_hgrn", "fla_hgrn2", "griffin", "min_gru", "min_lstm"),
+    ),
     Family(
         "RWKV",
         "RWKV-4, RWKV-6, RWKV-7",
         ("fla_rwkv6", "fla_rwkv6_channel", "fla_rwkv7", "fla_rwkv7_channel", "rwkv4", "rwkv4_channel"),
     ),
-    Family("state spaces with fixed parameters", "S4, S4D, DSS, S5, GSS", ("dss", "gss", "s4", "s4d", "s5")),
+    Family(
+        "state spaces with fixed parameters",
+        "S4, S4D, DSS, S5, GSS",
+        ("dss", "gss", "s4", "s4d", "s5", "s5_pytorch"),
+    ),
     Family("convolution", "H3, Hyena, LFM2, LFM3", ("h3", "hyena", "lfm2", "multi-hyena")),
     Family(
         "softmax attention",

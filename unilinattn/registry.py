@@ -34,8 +34,8 @@ Capture = Callable[[nn.Module, Mark], AbstractContextManager[None]]
 PaddingLeak = Callable[[nn.Module, Tensor], str | None]
 """Describes how padding reaches real tokens of a module, given the mask (batch, length); None if it does not."""
 
-ExtraOutputs = int | Callable[[nn.Module], int]
-"""Number of values that a module returns after its output, or a function from the module to it."""
+ExtraOutputs = int | Callable[[nn.Module, Mapping[str, Any]], int]
+"""Number of values that a module returns after its output, or a function of the module and its arguments."""
 
 SharedValues = Callable[[nn.Module, Mapping[str, Any]], Tensor]
 """Computes, in plain torch, the tensor that a module returns for later layers, from the arguments of its call."""
@@ -90,8 +90,8 @@ class Architecture:
         padding_leak: `padding_leak(module, mask)` describes how padding reaches real tokens in a host that does not
             mask it, None if it does not. The mask (batch, length) is False at padding, on one side of the texts.
         needs_capture: whether `build` needs a record of `capture`, so that it cannot replace the host's own forward.
-        extra_outputs: number of values that the host's forward returns after its output, or a function from the module
-            to this number. Each is None where an operator replaces the forward.
+        extra_outputs: number of values that the host's forward returns after its output, or a function of the module
+            and of its arguments by name. Each is None where an operator replaces the forward.
         shared_values: `shared_values(module, arguments)` computes the tensor that the host's forward returns for later
             layers, which read it through a port of their own, such as RWKV-7's values of the first layer.
         check: `check(call)` raises `UncoveredError` for a call that `build` does not cover. `trace` runs it for every

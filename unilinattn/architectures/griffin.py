@@ -18,7 +18,7 @@ def _leak(block: nn.Module, mask: Tensor) -> str | None:
     return "its recurrent blocks do not mask, and their convolutions read padded positions"
 
 
-def _extras(block: nn.Module) -> int:
+def _extras(block: nn.Module, arguments: object) -> int:
     """Count the block's outputs after the first: none in versions without the attention interface."""
     return int(hasattr(sys.modules[type(block).__module__], "eager_attention_forward"))
 

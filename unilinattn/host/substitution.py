@@ -47,7 +47,7 @@ def through_operators(model: nn.Module) -> Iterator[None]:
             x = first_tensor(arguments.values())
             assert x is not None
             value = build_flow(architecture, called_on(module, name, arguments)).value
-            return returned(value.to(x.dtype), architecture, module)
+            return returned(value.to(x.dtype), architecture, module, arguments)
 
         return forward
 
@@ -100,7 +100,7 @@ def operators_at_length(
                 return host(*args, **kwargs)
             note(module, Prefix(expected.detach().clone(), worst_error(prefix, expected, real), ports))
             step()
-            return returned(output, architecture, module)
+            return returned(output, architecture, module, arguments)
 
         return forward
 
@@ -158,9 +158,11 @@ def called_on(module: nn.Module, name: str, arguments: Mapping[str, Any]) -> Cal
     return Call(module, name, arguments, x.to(torch.promote_types(x.dtype, torch.float32)))
 
 
-def returned(output: Tensor, architecture: Architecture, module: nn.Module) -> Any:
+def returned(output: Tensor, architecture: Architecture, module: nn.Module, arguments: Mapping[str, Any]) -> Any:
     """Return the output in the host's format, with None for each of its extra outputs."""
-    extras = architecture.extra_outputs(module) if callable(architecture.extra_outputs) else architecture.extra_outputs
+    extras = architecture.extra_outputs
+    if callable(extras):
+        extras = extras(module, arguments)
     return (output, *[None] * extras) if extras else output
 
 

@@ -1,8 +1,10 @@
 """The rule of calls of mixing functions."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from jaxtyping import Shaped
 from torch import Tensor
 
 from unilinattn.call.functions import meaning_of
@@ -23,6 +25,8 @@ def mixed(run: Compilation, node: Node, *args: Any, **kwargs: Any) -> Carried:
     carried, bounds = run.value(arguments[function.carried]), run.number(arguments.get(function.packed))
     # A gate among the arguments may be in the graph.
     numbers = {name: value.value if isinstance(value, Node) else run.number(value) for name, value in arguments.items()}
+    if function.channelwise and (heads := Heads.of(carried)) is not None:
+        return _by_head(function, carried, heads, numbers)
     index = function.by_token(carried.index)
     shape, steps = index.shape, _steps(carried, function.tokens[0])
     x = numbers[function.carried].detach()
@@ -42,6 +46,50 @@ def mixed(run: Compilation, node: Node, *args: Any, **kwargs: Any) -> Carried:
         others = torch.full_like(result.unsqueeze(2), -1).expand(-1, -1, steps - 1, *result.shape[2:])
         result = torch.cat([others, result.unsqueeze(2)], 2).flatten(1, 2)
     return carried.moved(function.as_result(result))
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Heads that a tensor (sequence and head, token, channel) has in its first axis.
+
+    Attributes:
+        sequences, count: numbers of sequences, and of heads.
+        first: whether the heads are the outer ones.
+    """
+
+    sequences: int
+    count: int
+    first: bool
+
+    @classmethod
+    def of(cls, carried: Carried) -> "Heads | None":
+        """Return the heads in the first axis of a carried tensor, None if it has none."""
+        split = [(size, is_row) for size, is_row in carried.layout.split[0] if size > 1]
+        if carried.index.ndim != 3 or len(split) > 2 or all(is_row for _, is_row in split):
+            return None
+        count = next(size for size, is_row in split if not is_row)
+        return cls(len(carried.index) // count, count, not split[0][1])
+
+    def as_channels(self, tensor: Tensor) -> Shaped[Tensor, "batch token channel"]:
+        """Return a tensor with the channels of all heads as those of the sequence."""
+        apart = tensor.unflatten(0, (self.count, self.sequences) if self.first else (self.sequences, self.count))
+        return apart.movedim(0 if self.first else 1, 2).flatten(2)
+
+    def as_sequences(self, tensor: Shaped[Tensor, "batch token channel"]) -> Tensor:
+        """Return the tensor with the heads in its first axis."""
+        return tensor.unflatten(2, (self.count, -1)).movedim(2, 0 if self.first else 1).flatten(0, 1)
+
+
+def _by_head(function: MixingFunction, carried: Carried, heads: Heads, numbers: dict[str, Any]) -> Carried:
+    """Append the stages of a function whose sequences are heads of the layer's."""
+    shape = carried.index.shape
+    carried = carried.moved(heads.as_channels(carried.index)).arranged()
+    is_factor = {name: isinstance(value, Tensor) and value.shape == shape for name, value in numbers.items()}
+    numbers = {name: heads.as_channels(value) if is_factor[name] else value for name, value in numbers.items()}
+    with torch._C._EnableTorchFunction():
+        flow = function.flow(_frame(carried, None), 1, numbers[function.carried].detach(), numbers)
+        carried = carried.follow(flow.chain, flow.value.shape[2])
+    return carried.moved(heads.as_sequences(carried.index))
 
 
 def _steps(carried: Carried, axis: int) -> int:

@@ -45,6 +45,7 @@ class MixingFunction:
         refused: names of arguments of which only a call without them is covered.
         steps: name of the argument with the number of consecutive entries of the axis of tokens that are steps of one
             token, whose last is read; None for one.
+        channelwise: whether a channel of the carried argument is mixed by the same channel of the other tensors.
     """
 
     stages: Stages
@@ -54,6 +55,7 @@ class MixingFunction:
     packed: str
     refused: tuple[str, ...]
     steps: str | None
+    channelwise: bool = False
 
     def value(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return what a call of `function` returns, in the dtype of its arguments.
@@ -201,6 +203,7 @@ def register_mixing_function(
     packed: str = "cu_seqlens",
     refused: Collection[str] = ("initial_state",),
     steps: str | None = None,
+    channelwise: bool = False,
 ) -> Callable[[StagesOf], StagesOf]:
     """Register functions that mix tokens by a kernel, named as strings, "package.module.function".
 
@@ -222,6 +225,8 @@ def register_mixing_function(
         refused: names of arguments that must be None.
         steps: name of the argument with the number of consecutive entries of the axis of tokens that are steps of one
             token; the result has those after its last step.
+        channelwise: whether all tensors have the shape of the carried argument, and each channel of a sequence is mixed
+            by the same one of the other tensors. Such a function takes heads for sequences too.
 
     Raises `OptionError` if a function is registered already.
     """
@@ -229,7 +234,7 @@ def register_mixing_function(
     def decorate(stages: StagesOf) -> StagesOf:
         axes = tokens if isinstance(tokens, tuple) else (tokens, tokens)
         extra = (None,) * extra_outputs if isinstance(extra_outputs, int) else extra_outputs
-        entry = MixingFunction(stages, carried, axes, extra, packed, tuple(refused), steps)
+        entry = MixingFunction(stages, carried, axes, extra, packed, tuple(refused), steps, channelwise)
         _register(functions, entry)
         return stages
 

@@ -100,6 +100,11 @@ def bias_without_output(layer: Layer) -> None:
     require("bias", same, "an operator built with another recorded output has another bias.")
 
 
+def has_constants(layer: Layer) -> bool:
+    """Tell whether a host module that reads one stream returns other numbers than zeros for vectors of zeros."""
+    return len(layer.operator.inputs) == 1 and bool(run_module(layer, exact=True, add=-layer.input).count_nonzero())
+
+
 def values_of_stages(layer: Layer, limit: float) -> None:
     """Check that the flow's value, from which a layer computes its reconstruction error, is that of its stages."""
     with promoted(), torch.no_grad():

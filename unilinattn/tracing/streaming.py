@@ -174,7 +174,8 @@ class _Run:
             layer.pieces.append((tokens, layer.carry.states))
             with carried_by(layer.carry):
                 output = build_flow(architecture, call).value
-            return returned(output.to(_only_tensor(call.arguments, name).dtype), architecture, module)
+            output = output.to(_only_tensor(call.arguments, name).dtype)
+            return returned(output, architecture, module, call.arguments)
 
         return forward
 
