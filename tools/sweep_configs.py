@@ -1,12 +1,15 @@
 """Tiny configurations of transformers' models, derived from the defaults by rules on the names of attributes.
 
-Each size is shrunk by the kind of its name, in nested configurations too. No rule knows a model type.
+Each size is shrunk by the kind of its name, in nested configurations too. No rule knows a model type; what single ones
+need is in `sweep_needs`.
 """
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from typing import Any
+
+from tools.sweep_needs import SETTINGS, merged
 
 WIDTH, INNER, STAGE, HEAD, STEP = 64, 96, 16, 16, 8
 """Widths of a model, of its feed-forward layers, of a pyramid's first stage and of a head; the divisor of widths."""
@@ -111,10 +114,10 @@ def kind_of(name: str) -> str:
     return next((kind for kind, pattern in PATTERNS.items() if pattern.search(name)), "other")
 
 
-def tiny_config(config_class: type, rules: Rules = RULES[0]) -> Any:
-    """Return a tiny configuration of a class; errors are those of the class."""
+def tiny_config(config_class: type, rules: Rules = RULES[0], model: str = "") -> Any:
+    """Return a tiny configuration of a class, for a class of models; errors are those of the class."""
     default = config_class()
-    return config_class(**_Shrinking(default, rules).arguments(default))
+    return config_class(**merged(_Shrinking(default, rules).arguments(default), SETTINGS.get(model, {})))
 
 
 def nested(config: Any) -> Iterator[Any]:
@@ -165,7 +168,7 @@ class _Shrinking:
         self._keep_products(values, arguments)
         if self._rules.sections and isinstance(rotation := values.get("rope_parameters"), Mapping):
             arguments["rope_parameters"] = self._sectioned(dict(arguments.get("rope_parameters", rotation)))
-        return arguments
+        return merged(arguments, SETTINGS.get(config.model_type, {}))
 
     def _stages_of(self, backbone: Any) -> dict[str, Any]:
         """Return the stages whose outputs the models around a backbone take, none for another configuration."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tools.sweep_configs import PATCHES, WIDTH, nested
+from tools.sweep_needs import ARGUMENTS
 
 TOKENS, FRAMES, SAMPLES = 7, 32, 3200
 """Text tokens, frames of a spectrogram, and samples of a waveform in an input."""
@@ -53,7 +54,7 @@ def draw_weights(model: nn.Module, seed: int = 0) -> None:
     matrices = {id(m.weight) for m in model.modules() if isinstance(m, maps)}
     with torch.no_grad():
         for parameter in model.parameters():
-            if not parameter.is_floating_point():
+            if not parameter.is_floating_point() or not parameter.numel():
                 continue
             noise = torch.randn(parameter.shape, generator=generator)
             if id(parameter) in embeddings:
@@ -118,7 +119,8 @@ class _Inputs:
         grid = next((name for name in self._parameters if re.match("(image_)?grid_(thw|hw)", name)), None)
         vectors = next((name for name in ("hidden_states", "pixel_values") if name in inputs), None)
         if grid and vectors:
-            inputs |= {vectors: self._patches(layout), grid: torch.tensor([[1, PATCHES, PATCHES]])}
+            sides = [PATCHES, PATCHES] if grid.endswith("_hw") else [1, PATCHES, PATCHES]
+            inputs |= {vectors: self._patches(layout), grid: torch.tensor([sides])}
         if "pixel_values" in inputs and "spatial_shapes" in self._parameters:
             inputs["pixel_values"] = self._patches(0)[None]
             inputs["spatial_shapes"] = torch.tensor([[PATCHES, PATCHES]])
@@ -143,6 +145,10 @@ class _Inputs:
                 inputs[name] = self._words(TOKENS - 2)
             elif needed and name not in inputs and parameter.kind is not parameter.VAR_POSITIONAL:
                 inputs[name] = self._make(name, layout)
+        for key in (getattr(self._model.config, "model_type", ""), type(self._model).__name__):
+            for name, value in ARGUMENTS.get(str(key), {}).items():
+                inputs[name] = self._drawn(name, value) if isinstance(value, tuple) else value
+        inputs = {name: value for name, value in inputs.items() if value is not None}
         return {name: inputs[name] for name in self._parameters if name in inputs}
 
     def _make(self, name: str, layout: int) -> Any:
@@ -275,6 +281,12 @@ class _Inputs:
     def _number(self, name: str, default: int) -> int:
         values = (_attribute(config, name) for config in self._configs)
         return next((v for v in values if isinstance(v, int) and not isinstance(v, bool)), default)
+
+    def _drawn(self, name: str, sizes: tuple[int | str, ...]) -> Tensor:
+        shape = tuple(self._number(size, 0) if isinstance(size, str) else size for size in sizes)
+        if name.endswith("_ids"):
+            return self._words(1).new_tensor(0).expand(shape)
+        return self._normal(*shape)
 
     def _normal(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self._generator)

@@ -275,14 +275,14 @@ def build(case: Case, rules: Rules = RULES[0]) -> nn.Module:
     import transformers
 
     config_class = _config_class(case)
-    config = tiny_config(config_class, rules)
+    config = tiny_config(config_class, rules, case.name)
     model_class = getattr(transformers, case.name)
     with torch.device("meta"):
         size = 0
         try:
             size = sum(parameter.numel() for parameter in model_class(config).parameters())
         except Exception:
-            config = tiny_config(config_class, rules)
+            config = tiny_config(config_class, rules, case.name)
     if size > MOST_PARAMETERS:
         raise ValueError(f"the tiny model has more than {MOST_PARAMETERS:,} parameters")
     torch.manual_seed(0)
