@@ -144,6 +144,7 @@ class _Shrinking:
             self._stages |= {w: _stepped(STAGE * w / min(large)) for w in large if w not in self._stages}
         self._pyramid = any(kind_of(n) == "stages" and _is_numbers(v) for c in configs for n, v in c.items())
         self._tokens: dict[int, int] = {}
+        self._side = next((self._image(v["image_size"], v) for v in configs if _is_number(v.get("image_size"))), 0)
 
     def arguments(self, config: Any) -> dict[str, Any]:
         """Return the arguments that build the tiny form of a configuration."""
@@ -227,6 +228,8 @@ class _Shrinking:
         kind, numbers = kind_of(name), _is_numbers(value)
         if name == "mrope_section" and numbers:
             return _sections(value, HEAD // 2)
+        if name == "image_grid_pinpoints" and self._side:
+            return [[self._side, 2 * self._side], [2 * self._side, self._side]]
         if kind == "indices" and numbers:
             most = min(
                 (len(remaining) for count, remaining in layers.items() if max(value, default=0) <= count), default=None

@@ -127,6 +127,8 @@ class _Inputs:
             inputs["pixel_attention_mask"] = torch.ones(1, PATCHES**2, dtype=torch.long)
         if "pixel_values" in inputs and "image_sizes" in self._parameters:
             inputs["image_sizes"] = torch.tensor([[self._side, self._side]])
+            if any(getattr(config, "image_grid_pinpoints", None) for config in self._configs):
+                inputs["pixel_values"] = self._normal(1, 3, 3, self._side, self._side)  # the whole, and two tiles
         if "past_values" in inputs:
             inputs |= self._series(inputs["past_values"])
         if "input_ids" in names:
@@ -199,10 +201,12 @@ class _Inputs:
 
     def _vectors(self, kind: str, inputs: Mapping[str, Any]) -> int:
         """Return the number of vectors that the model makes of an image or a sound."""
-        getter = getattr(self._model, f"get_{kind}_features", None)
-        getter = getter or getattr(getattr(self._model, "model", None), f"get_{kind}_features", None)
-        if getter is None:
+        owners = (self._model, getattr(self._model, "model", None))
+        getters = [getter for owner in owners if (getter := getattr(owner, f"get_{kind}_features", None))]
+        if not getters:
             return self._number("image_seq_length", 1)
+        named = (getter for getter in getters if inputs.keys() & inspect.signature(getter).parameters.keys())
+        getter = next(named, getters[0])
         accepted = inspect.signature(getter).parameters
         try:
             with torch.no_grad():
