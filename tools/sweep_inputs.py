@@ -213,8 +213,9 @@ class _Inputs:
                 features = getter(**{name: value for name, value in inputs.items() if name in accepted})
         except Exception:
             return 1
-        features = getattr(features, "pooler_output", features)
-        return _rows(features)
+        vectors = getattr(features, "pooler_output", features)
+        deep = getattr(features, "deepstack_features", None)
+        return _rows(deep[0][1] if vectors is None and deep else vectors)
 
     def _placeholder(self, kind: str) -> int | None:
         names = (f"{kind}_token_id", f"{kind}_token_index")

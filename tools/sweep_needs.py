@@ -14,7 +14,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "chameleon": {"vocabulary_map": {"<image>": 120} | {f"IMGIMG{c}Z": 100 + i for i, c in enumerate("ABCDEFGH")}},
     "chameleon_vqgan": {"num_embeddings": 8},
     "clap_audio_model": {"spec_size": 128, "num_mel_bins": 32},
-    "clvp_decoder": {"decoder_fixing_codes": [83, 45, 45, 48]},
     "cohere_compass_text": {
         "num_hidden_layers": 2,
         "layer_types": ["sliding_attention", "full_attention"],
@@ -89,13 +88,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "MobileViTV2ForSemanticSegmentation": {"aspp_out_channels": 16},
     "molmo2_adapter": {"vision_feature_layer": [1, 0]},
     "moonshine_streaming": {"num_key_value_heads": 4},
-    "muse_glimmer_vision": {"max_position_embeddings": 1024},
-    "muse_spark_vision": {"max_position_embeddings": 1024},
     "PerceiverForImageClassificationConvProcessing": {"num_cross_attention_heads": 1},
     "PerceiverForImageClassificationFourier": {"num_cross_attention_heads": 1},
     "pi0": {"vlm_config": {"image_token_id": 120}},
     "Qwen2_5_VisionTransformerPretrainedModel": {"window_size": 56},
-    "qwen3_omni_moe_talker_text": {"shared_expert_intermediate_size": 96},
     "Qwen3ASREncoder": {"n_window": 50, "n_window_infer": 100},
     "qwen4_exp_text": {
         "indexer_n_heads": 4,
@@ -122,7 +118,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "Sam3TrackerModel": {"vision_config": {"backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]]}},
     "sam_hq_vision_model": {"num_pos_feats": 32},
     "sam_vision_model": {"num_pos_feats": 32},
-    "Sapiens2ForImageMatting": {"head_config": {"upsample_out_channels": [32, 16], "conv_out_channels": [16]}},
     "Sapiens2ForNormalEstimation": {"head_config": {"upsample_out_channels": [32], "conv_out_channels": [16]}},
     "Sapiens2ForPointmapEstimation": {
         "head_config": {
@@ -256,7 +251,8 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "superglue": {"pixel_values": (1, 2, 1, 64, 64)},
     "T5ForSequenceClassification": {"decoder_input_ids": None},
     "timesfm": {"past_values_padding": torch.zeros(1, 64), "freq": torch.zeros(1, 1, dtype=torch.long)},
-    "VibeVoiceAcousticTokenizerEncoderModel": {"input_values": (1, 1, 3200), "hidden_states": None},
+    "VibeVoiceAcousticTokenizerDecoderModel": {"hidden_states": (1, 64, 7), "latents": (1, 64, 7)},
+    "VibeVoiceAcousticTokenizerEncoderModel": {"hidden_states": (1, 1, 3200)},
     "video_llama_3_vision": {"merge_sizes": torch.tensor([1])},
     "VideoMAEForPreTraining": {"bool_masked_pos": torch.arange(32)[None].fmod(2).bool()},
     "voxtral_realtime": {"input_features": (1, "num_mel_bins", 56)},

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +17,7 @@ from tools import sweep, sweep_run
 from tools.markers import markers, read_section
 from tools.sweep_configs import RULES, VOCABULARY, kind_of, nested, tiny_config
 from tools.sweep_inputs import TOKENS, input_choices
+from tools.sweep_needs import ARGUMENTS, SETTINGS, merged
 from tools.sweep_pages import OUTCOMES, RECORD, section, table
 from tools.sweep_run import Case, attending_calls, build, difference, measure
 from unilinattn.errors import UncoveredError
@@ -88,6 +89,42 @@ def test_heads_of_a_state_space_model_fill_its_inner_width() -> None:
     for config_class in (transformers.BambaConfig, transformers.FalconH1Config):
         config = tiny_config(config_class)
         assert config.mamba_n_heads * config.mamba_d_head == 2 * config.hidden_size
+
+
+def test_each_need_is_of_a_known_class() -> None:
+    names = {config.model_type for config in configurations()} | {case.name for case in sweep.cases()}
+    assert (SETTINGS.keys() | ARGUMENTS.keys()) <= names
+
+
+def configurations() -> Iterator[type[transformers.PreTrainedConfig]]:
+    for name in dir(transformers):
+        if name.endswith("Config") and issubclass(value := getattr(transformers, name), transformers.PreTrainedConfig):
+            yield value
+
+
+def test_needs_of_configurations_inside_are_merged() -> None:
+    assert merged({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"c": 4}, "d": {}}) == {"a": {"b": 1, "c": 4}, "d": {}}
+    config = tiny_config(transformers.Blip2Config, model="Blip2ForImageTextRetrieval")
+    assert config.image_token_index == SETTINGS["blip-2"]["image_token_index"]
+    assert config.qformer_config.use_qformer_text_input
+    assert config.qformer_config.hidden_size == 64
+
+
+def test_arguments_that_a_class_needs_are_given() -> None:
+    model = build(Case("base", "lxmert", "LxmertModel"))
+    inputs = next(input_choices(model))
+    assert inputs["visual_feats"].shape == (1, 4, model.config.visual_feat_dim)
+    inputs = next(input_choices(build(Case("base", "t5", "T5ForSequenceClassification"))))
+    assert inputs.keys() == {"input_ids", "use_cache"}
+
+
+def test_tiles_of_images_have_placeholders() -> None:
+    config = tiny_config(transformers.LlavaNextConfig)
+    side = config.vision_config.image_size
+    assert config.image_grid_pinpoints == [[side, 2 * side], [2 * side, side]]
+    inputs = next(input_choices(build(Case("base", "llava_next", "LlavaNextModel"))))
+    assert inputs["pixel_values"].shape == (1, 3, 3, side, side)
+    assert int((inputs["input_ids"] == config.image_token_id).sum()) > side // config.vision_config.patch_size
 
 
 def test_weights_and_inputs_repeat() -> None:
