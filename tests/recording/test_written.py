@@ -6,6 +6,7 @@ import torch
 from tests.hosts import every, named
 from unilinattn.architectures.recorded import recorded
 from unilinattn.call import Call
+from unilinattn.errors import UncoveredError
 from unilinattn.host.isolation import in_gradient_mode, isolated
 from unilinattn.operator.operator import MixerOperator
 from unilinattn.operator.stages import Mix, walk
@@ -35,6 +36,9 @@ UNROLLED = ("RecurrentGemmaRecurrentBlock", "BiMamba")
 WHOLE = ("S5",)
 """Modules that are one stage as a whole."""
 
+UNRECORDED = ("minGRU", "minLSTM")
+"""Modules whose values are sums of exponentials of logarithms, which has no rule."""
+
 FIRST = {host.architecture: host.name for host in reversed(every()) if host.architecture != UNREGISTERED}
 NAMES = [
     name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
@@ -63,6 +67,10 @@ def test_a_recorded_operator_equals_the_written_one(name: str) -> None:
         for layer in {type(layer.module): layer for layer in reversed(layers)}.values():
             module = type(layer.module).__name__
             compared += 1
+            if module in UNRECORDED:
+                with pytest.raises(UncoveredError):
+                    recorded_operator(layer)
+                continue
             written, operator = layer.operator, recorded_operator(layer)
             assert operator.reconstruction_error() < 1e-12
             if module in OTHERWISE:

@@ -22,10 +22,14 @@ def _extras(module: object, arguments: Mapping[str, Any]) -> int:
     return int(bool(arguments.get("return_next_prev_hidden")))
 
 
-_options = dict(padding_leak=_leak, extra_outputs=_extras, check=refusing("prev_hidden"))
-
-
-@register_architecture("minGRU_pytorch.minGRU.minGRU", name="min_gru", kind="minGRU", **_options)
+@register_architecture(
+    "minGRU_pytorch.minGRU.minGRU",
+    name="min_gru",
+    kind="minGRU",
+    padding_leak=_leak,
+    extra_outputs=_extras,
+    check=refusing("prev_hidden"),
+)
 def min_gru(call: Call) -> Flow:
     """A gate z and a candidate g(W u) for each channel: h_t = (1 - z_t) h_{t-1} + z_t g(c_t).
 
@@ -36,7 +40,14 @@ def min_gru(call: Call) -> Flow:
     return _recurrence(call, candidate, functional.logsigmoid(-logit), functional.logsigmoid(logit))
 
 
-@register_architecture("minGRU_pytorch.minLSTM.minLSTM", name="min_lstm", kind="minLSTM", **_options)
+@register_architecture(
+    "minGRU_pytorch.minLSTM.minLSTM",
+    name="min_lstm",
+    kind="minLSTM",
+    padding_leak=_leak,
+    extra_outputs=_extras,
+    check=refusing("prev_hidden"),
+)
 def min_lstm(call: Call) -> Flow:
     """Forget and input gates whose sum is one: h_t = f_t / (f_t + i_t) h_{t-1} + i_t / (f_t + i_t) g(c_t).
 

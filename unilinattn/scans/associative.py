@@ -73,7 +73,8 @@ def scanned(operator: Callable[..., Any], elements: Any, axis: int, reverse: boo
     values, structure = tree_flatten(elements)
     values = [value.movedim(axis, 0) for value in values]
     if is_recurrence(operator, values, structure):
-        results = _recurrence(*values, reverse)
+        decay, drive = values
+        results = _recurrence(decay, drive, reverse)
     else:
         results = _loop(operator, values, structure, reverse)
     return tree_unflatten([result.movedim(0, axis) for result in results], structure)

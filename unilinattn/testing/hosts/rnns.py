@@ -21,9 +21,9 @@ def _min_rnn(name: str, width: int = 12, **settings: Any) -> Callable[[], nn.Mod
 
 def _language_model(**settings: Any) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
-        from minGRU_pytorch.minLM import minLM
-
-        return minLM(num_tokens=VOCABULARY, **{"dim": 12, "depth": 2, **settings})
+        model = import_module("minGRU_pytorch.minLM").minLM
+        built: nn.Module = model(num_tokens=VOCABULARY, **{"dim": 12, "depth": 2, **settings})
+        return built
 
     return build
 
