@@ -229,11 +229,12 @@ def test_a_pool_between_blocks_that_is_no_module_is_a_layer() -> None:
     assert all(layer.reconstruction_error() < LIMIT for layer in traced.layers)
 
 
-def test_a_norm_over_pixels_between_blocks_is_a_layer() -> None:
+@pytest.mark.parametrize("norm", [nn.GroupNorm(2, WIDTH), nn.InstanceNorm2d(WIDTH, affine=True)])
+def test_a_norm_over_pixels_between_blocks_is_a_layer(norm: nn.Module) -> None:
     class Normed(Pyramid):
         def __init__(self) -> None:
             super().__init__()
-            self.norm = nn.GroupNorm(2, WIDTH)
+            self.norm = norm
 
         def forward(self, x: Tensor) -> Tensor:
             return self.head(self.stages[1](self.norm(self.stages[0](self.stem(x)))).mean((2, 3)))

@@ -72,6 +72,17 @@ RULES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] 
             + ROWS[0, 1]
         ),
     ),
+    "instance norm": (
+        lambda x: functional.instance_norm(x.mT, weight=ROWS[0, 0], bias=ROWS[0, 1]).mT,
+        lambda x: (
+            (x - x.mean(1, keepdim=True)) / (x.detach().var(1, correction=0, keepdim=True) + 1e-5).sqrt() * ROWS[0, 0]
+            + ROWS[0, 1]
+        ),
+    ),
+    "instance norm of running numbers": (
+        lambda x: functional.instance_norm(x.mT, ROWS[0, 0], ROWS[0, 1] ** 2, use_input_stats=False).mT,
+        lambda x: (x - ROWS[0, 0]) / (ROWS[0, 1] ** 2 + 1e-5).sqrt(),
+    ),
     "attention": (
         lambda x: functional.scaled_dot_product_attention(x, x, x),
         lambda x: (x.detach() @ x.detach().mT / 2).softmax(-1) @ x,

@@ -94,6 +94,25 @@ def batch_norm(
     return run.shifted(run.scaled(run.value(x), scale.reshape(by_channel), "norm"), offset.reshape(by_channel))
 
 
+@rule("instance_norm")
+def instance_norm(
+    run: Compilation,
+    node: Node,
+    x: Any,
+    running_mean: Any = None,
+    running_var: Any = None,
+    weight: Any = None,
+    bias: Any = None,
+    use_input_stats: bool = True,
+    momentum: int | float = 0.1,
+    eps: int | float = 1e-5,
+) -> Carried:
+    """Norm each channel over all tokens, or by the running mean and variance."""
+    if use_input_stats:
+        return group_norm(run, node, x, x.value.shape[1], weight, bias, eps)
+    return batch_norm(run, node, x, running_mean, running_var, weight, bias, eps=eps)
+
+
 @rule("normalize")
 def normalize(
     run: Compilation, node: Node, x: Any, p: int | float = 2.0, dim: int = 1, eps: float = 1e-12, **_: Any

@@ -116,6 +116,22 @@ def batch_norm(
     return x * scale.reshape(shape), offset.reshape(shape)
 
 
+def instance_norm(
+    x: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Parts:
+    """Norm each channel of a sequence as one group, or by the running mean and variance."""
+    if use_input_stats:
+        return group_norm(x, x.shape[1], weight, bias, eps)
+    return batch_norm(x, running_mean, running_var, weight, bias, eps=eps)
+
+
 def normalize(x: Tensor, p: int | float = 2.0, dim: int = 1, eps: float = 1e-12, **_: Any) -> Parts:
     """Divide by the frozen norm."""
     return x / x.detach().norm(p, dim, keepdim=True).clamp_min(eps), None
@@ -183,6 +199,7 @@ FORMS: dict[str, Callable[..., Parts]] = {
     "rms_norm": rms_norm,
     "group_norm": group_norm,
     "batch_norm": batch_norm,
+    "instance_norm": instance_norm,
     "normalize": normalize,
     "scaled_dot_product_attention": scaled_dot_product_attention,
     "grid_sample": grid_sample,
