@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 
 from unilinattn.options.bases import VECTOR_OF_TOKEN
-from unilinattn.results.panels import one_sequence, target_key
+from unilinattn.results.panels import one_sequence, target_key, target_query
 from unilinattn.results.scores import Scores
 from unilinattn.viz.colours import isolated, shown
 
@@ -117,7 +117,8 @@ def _where(result: Scores, single: Scores, batch: int, quote: Quote) -> str:
         return "for each query"
     position = target_key(result, batch, _count(single))
     if position is None:
-        return ""
+        query = target_query(result, batch)
+        return "" if query is None else f"at position {query[1]} of {query[0]!r}"
     tokens = None if single.tokens is None else single.tokens[0]
     if single.mask is not None and tokens is not None:
         tokens = [text for text, real in zip(tokens, single.mask[0].tolist(), strict=True) if real]

@@ -251,14 +251,30 @@ def _titles(single: Scores, count: int) -> list[tuple[str, str, float | None]]:
 
 def target_key(result: Scores, batch: int, count: int) -> int | None:
     """Return the target's position among `count` real keys, or None if unknown or if it is the only key."""
+    target = _target(result, batch)
+    first, count = _of_queries(result, batch, count)
+    if target is None or not -count <= target < count or count == 1:
+        return None
+    return first + target % count
+
+
+def target_query(result: Scores, batch: int) -> tuple[str, int] | None:
+    """Return the stream of a target that is no key, and its position there; None if it is a key or unknown."""
+    queries, keys = (result.streams.get(axis, {}) for axis in ("query", "key"))
+    target = _target(result, batch)
+    if target is None or len(queries) != 1 or not keys.keys().isdisjoint(queries):
+        return None
+    ((name, count),) = queries.items()
+    return (name, target % count) if -count <= target < count else None
+
+
+def _target(result: Scores, batch: int) -> int | None:
+    """Return the position of the target of a sequence, None if it is unknown."""
     target = result.options.get("target")
     if isinstance(target, list):
         # Without a batch axis, which of several targets is explained is unknown.
         target = target[batch] if "batch" in result.dims or len(target) == 1 else None
-    first, count = _of_queries(result, batch, count)
-    if not isinstance(target, int) or not -count <= target < count or count == 1:
-        return None
-    return first + target % count
+    return target if isinstance(target, int) else None
 
 
 def _of_queries(result: Scores, batch: int, count: int) -> tuple[int, int]:

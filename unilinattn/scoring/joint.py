@@ -49,10 +49,10 @@ class Axes:
 
     @property
     def names(self) -> Mapping[str, Mapping[str, int]]:
-        """By "query" and "key", the number of tokens of each stream by its name; nothing for a single stream."""
+        """By "query" and "key", the number of tokens of each stream by its name; nothing if one stream is both."""
         axes = {"query": self.queries, "key": self.keys}
         counts = {axis: {stream.name: stream.shape[1] for stream in streams} for axis, streams in axes.items()}
-        return counts if len(self.keys) > 1 else {}
+        return counts if len(self.keys) > 1 or self.queries != self.keys else {}
 
     def mask(self) -> Bool[Tensor, "batch key"] | None:
         """Return the mask of real keys, None if all are real."""
