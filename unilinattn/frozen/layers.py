@@ -49,10 +49,9 @@ def without_operator(layers: Sequence[Layer]) -> frozenset[Layer]:
 
 
 def _returns_more(layer: Layer) -> bool:
-    """Tell whether a recorded layer returned vectors of its output's width beside it, or feature maps."""
-    width = layer.output.shape[-1]
-    # The channels of images are their second axis, and those of a class token beside them are its last.
-    vectors = (x for x in others_returned(layer) if x.ndim == 3 and width in x.shape[1:])
+    """Tell whether a recorded layer returned other vectors than its output, such as a second stream, or feature maps."""
+    # Square tensors are weights of attention.
+    vectors = (x for x in others_returned(layer) if x.ndim == 3)
     is_recorded = layer.architecture == UNREGISTERED
     return is_recorded and (any(x.shape[1] != x.shape[2] for x in vectors) or returns_maps(layer))
 
