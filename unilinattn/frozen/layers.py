@@ -49,7 +49,7 @@ def without_operator(layers: Sequence[Layer]) -> frozenset[Layer]:
 
 
 def _returns_more(layer: Layer) -> bool:
-    """Tell whether a recorded layer returned other vectors than its output, such as a second stream, or feature maps."""
+    """Tell whether a recorded layer returned more vectors than its output, as of a second stream, or feature maps."""
     # Square tensors are weights of attention.
     vectors = (x for x in others_returned(layer) if x.ndim == 3)
     is_recorded = layer.architecture == UNREGISTERED

@@ -121,7 +121,8 @@ def _stacked(rows: Sequence[Attribution], positions: Sequence[int]) -> Attributi
     """Return results of one target each as one result with a query axis, with zeros at keys behind the targets."""
     first, extras = rows[0], {}
     # The keys of an encoder come before those of the decoder, whose positions count from its own first token.
-    start = slots(first.streams["key"])[next(iter(first.streams["query"]))].start if first.streams else 0
+    slot = slots(first.streams["key"]).get(next(iter(first.streams["query"]))) if first.streams else None
+    start = 0 if slot is None else slot.start
     positions = [start + position for position in positions]
     for name in dict.fromkeys(name for row in rows for name in row.extras):
         # Only the rows beyond the range of their dtype have a scale.

@@ -36,7 +36,7 @@ def with_labels(
         labels["tokens"] = labels_of_tokens(tokens, trace, result.streams.get("key", {}))
         if result.streams and "query" in result.dims:
             labels["query_tokens"] = labels_of_tokens(tokens, trace, result.streams["query"])
-    if text is not None and result.streams:
+    if text is not None and len(result.streams.get("key", ())) > 1:
         text = None  # Words are those of one of the streams.
     if text is not None:
         labels |= {"word_ids": text.words, "offsets": text.offsets}
