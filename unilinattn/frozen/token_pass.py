@@ -1,7 +1,7 @@
 """`TokenPass`: one pass of a host in which the vectors of the tokens are leaves of the graph."""
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self, TypeVar
 from weakref import WeakKeyDictionary
@@ -24,8 +24,8 @@ from unilinattn.host.products import Products
 from unilinattn.host.wrappers import require_gradients
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.lookups import TokenIds
-from unilinattn.tracing.reaching import Source, require_alone
-from unilinattn.tracing.token_source import find_sources, without_lookups
+from unilinattn.tracing.reaching import ExplainedVectors, Read, Source, explained_numbers, require_alone
+from unilinattn.tracing.token_source import Sources, find_sources, without_lookups
 from unilinattn.tracing.token_streams import TokenStream
 from unilinattn.tracing.tokens import OTHER_VECTORS, TokenArgument, TokenCall, blocks_of, first_stream
 from unilinattn.tracing.trace import Target, Trace
@@ -42,6 +42,7 @@ class PassSpec:
         arguments: its arguments.
         layers: the traced layers in order of execution.
         sources: where the tokens of each stream get their vectors.
+        read: returns the tensors of an output that nothing else reaches.
         blocks: the paths of the modules that contain layers of one of these streams, with the number of its source (see
             `block_names`).
         explained: the logits of the trace.
@@ -55,6 +56,7 @@ class PassSpec:
     arguments: Mapping[str, Any]
     layers: Sequence[Layer]
     sources: Sequence[Source]
+    read: Read
     blocks: Mapping[str, int]
     explained: ExplainedLogit
     positions: Int[Tensor, " position"] | None
@@ -70,11 +72,11 @@ class PassSpec:
         require_transparent(layers)
         require_gradients(model)
         with drawing(trace.draws):
-            sources = find_sources(model, arguments, layers)
+            sources, read = _sources_read(trace, arguments)
         groups = [[layers[index] for index in source.stream.layers] for source in sources]
         blocks = blocks_of(model, groups if len(groups) > 1 else [layers])
         batch, products, draws = trace.token_shape[0], trace.products, trace.draws
-        return cls(model, arguments, layers, sources, blocks, explained, positions, batch, products, draws)
+        return cls(model, arguments, layers, sources, read, blocks, explained, positions, batch, products, draws)
 
     def scalar(self, target: Any, logit: Logit) -> Callable[[Any], Float[Tensor, " batch"]]:
         """Return the function from an output of the model to the explained scalar of each sequence."""
@@ -87,6 +89,23 @@ class PassSpec:
         """Return the scalar of the traced output, or that of a pass if the trace did not compute it."""
         observed = self.explained.observed(target, logit)
         return scalar if observed is None else observed.detach().to(scalar)
+
+
+def _sources_read(trace: Trace, arguments: Mapping[str, Any]) -> tuple[Sources, Read]:
+    """Return the sources of a trace's tokens, and what they decide of its output: all of it or only its vectors.
+
+    A model without logits may return the features of its images next to the vectors that a text and they decide.
+    `PassSpec.scalar` refuses a function of the output that reads these features.
+    """
+    try:
+        return find_sources(trace.host, arguments, trace.layers), explained_numbers
+    except UncoveredError:
+        if trace.explained_logit.exists:
+            raise
+        vectors = ExplainedVectors(trace.token_shape)
+        with suppress(UncoveredError):
+            return find_sources(trace.host, arguments, trace.layers, vectors), vectors
+        raise
 
 
 def build_pass(spec: PassSpec, build: Callable[[PassSpec], Pass]) -> tuple[PassSpec, Pass]:
@@ -106,7 +125,7 @@ def build_pass(spec: PassSpec, build: Callable[[PassSpec], Pass]) -> tuple[PassS
     )
     try:
         with drawing(spec.draws):
-            sources = without_lookups(spec.model, spec.arguments, spec.layers, spec.sources)
+            sources = without_lookups(spec.model, spec.arguments, spec.layers, spec.sources, spec.read)
     except UncoveredError as error:
         raise refusal from error
     spec = replace(spec, sources=sources, products=None)

@@ -1,7 +1,7 @@
 """Scalars of outputs in which a target names no logits: the length of a vector, and a row of logits of other things."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,13 +137,24 @@ def values_of(function: Any, output: Any, sequences: Int[Tensor, " run"]) -> Flo
     return one_each(value, len(sequences))
 
 
-def vectors_in(output: Any) -> tuple[Path, Tensor] | None:
+def vectors_in(output: Any, tokens: tuple[int, ...] | None = None) -> tuple[Path, Tensor] | None:
     """Return the vectors that a model returns, and where: an entry of `NAMES`, or else the first tensor of numbers.
 
-    Of a list of feature maps the last is taken. None for an output without numbers.
+    Of a list of feature maps the last is taken. Of the outputs of several towers inside of an output it is the last one
+    with vectors of `tokens`, (batch, length), if there is one. None for an output without numbers.
     """
     if isinstance(output, Tensor):
         return ((), output) if output.is_floating_point() and output.ndim else None
+    candidates = _candidates(output)
+    first = next(candidates, None)
+    if first is None or not isinstance(first[0][-1], str) or len(first[0]) == 1:
+        return first
+    of_tokens = [each for each in (first, *candidates) if each[1].ndim == 3 and tuple(each[1].shape[:2]) == tokens]
+    return of_tokens[-1] if of_tokens else first
+
+
+def _candidates(output: Any) -> Iterator[tuple[Path, Tensor]]:
+    """Yield the vectors of each entry of an output in order, only those of `NAMES` if there are any."""
     if isinstance(output, Mapping):
         names = [name for name in NAMES if isinstance(output.get(name), Tensor)]
         entries: Sequence[tuple[Any, Any]] = [(name, output[name]) for name in names or output if "loss" not in name]
@@ -154,8 +165,7 @@ def vectors_in(output: Any) -> tuple[Path, Tensor] | None:
             key, value = (key, -1), value[-1]
         inner = vectors_in(value)
         if inner is not None:
-            return (*(key if isinstance(key, tuple) else (key,)), *inner[0]), inner[1]
-    return None
+            yield (*(key if isinstance(key, tuple) else (key,)), *inner[0]), inner[1]
 
 
 def at_path(output: Any, path: Path) -> Tensor:

@@ -102,7 +102,7 @@ def _vector_length(trace: Trace, target: Target | None) -> VectorLength | None:
     Padding does not count.
     """
     batch, length = trace.token_shape
-    match vectors_in(trace.output):
+    match vectors_in(trace.output, trace.token_shape):
         case (path, vectors) if vectors.ndim > 1 and vectors.shape[0] == batch:
             pass
         case _:

@@ -15,6 +15,7 @@ from unilinattn.host.inputs import call_host, ids_name, is_ids
 from unilinattn.host.isolation import runs_in_gradient_mode
 from unilinattn.host.logits import logits_in
 from unilinattn.host.run import run
+from unilinattn.host.scalars import vectors_in
 from unilinattn.tracing.changed_inputs import changed_input, has_numbers, mixed_channels
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.lookups import Lookups
@@ -129,6 +130,24 @@ def explained_numbers(output: Any) -> list[Any]:
     return list(
         tensors({k: v for k, v in output.items() if "loss" not in k} if isinstance(output, Mapping) else output)
     )
+
+
+@dataclass(frozen=True)
+class ExplainedVectors:
+    """Returns the vectors of an output without logits, whose length is explained by default, and logits of another.
+
+    Attributes:
+        tokens: the (batch, length) that a target counts.
+    """
+
+    tokens: tuple[int, int]
+
+    def __call__(self, output: Any) -> list[Any]:
+        """Return the tensor that is explained by default, none for an output without numbers."""
+        logits, vectors = logits_in(output), vectors_in(output, self.tokens)
+        if logits is not None:
+            return [logits]
+        return [] if vectors is None else [vectors[1]]
 
 
 def _run(model: nn.Module, arguments: dict[str, Any], hold: Hold, read: Read) -> list[Tensor] | None:

@@ -17,7 +17,7 @@ from unilinattn.host.logits import KEEP
 from unilinattn.tracing.changed_inputs import changed_input
 from unilinattn.tracing.joined_streams import new_vectors
 from unilinattn.tracing.layer import Layer
-from unilinattn.tracing.reaching import Source, explained_numbers, inputs_beside, is_structure, require_alone
+from unilinattn.tracing.reaching import Read, Source, explained_numbers, inputs_beside, is_structure, require_alone
 from unilinattn.tracing.token_streams import TokenStream, stream_read, stream_written, token_streams, tower_of
 from unilinattn.tracing.tokens import TokenArgument, TokenCall, find_tokens, require_own_tokens
 
@@ -32,14 +32,16 @@ def _remembered(find: Callable[..., Sources]) -> Callable[..., Sources]:
     """Decorate a function of a model, arguments and layers, of which each trace asks once: it runs the model."""
 
     @wraps(find)
-    def remembered(model: nn.Module, arguments: Mapping[str, Any], layers: Sequence[Layer]) -> Sources:
+    def remembered(
+        model: nn.Module, arguments: Mapping[str, Any], layers: Sequence[Layer], read: Read = explained_numbers
+    ) -> Sources:
         # Of a trace's arguments only the positions of the logits differ between the calls.
         positions = arguments.get(KEEP)
-        call = find, tuple(positions.tolist()) if isinstance(positions, Tensor) else positions
+        call = find, read, tuple(positions.tolist()) if isinstance(positions, Tensor) else positions
         answers = _sources.setdefault(layers[-1], {})
         if call not in answers:
             try:
-                answers[call] = find(model, arguments, layers)
+                answers[call] = find(model, arguments, layers, read)
             except UncoveredError as error:
                 answers[call] = str(error)
         answer = answers[call]
@@ -52,12 +54,14 @@ def _remembered(find: Callable[..., Sources]) -> Callable[..., Sources]:
 
 @_remembered
 @runs_in_gradient_mode(False)
-def find_sources(model: nn.Module, arguments: Mapping[str, Any], layers: Sequence[Layer]) -> Sources:
+def find_sources(
+    model: nn.Module, arguments: Mapping[str, Any], layers: Sequence[Layer], read: Read = explained_numbers
+) -> Sources:
     """Return the sources of the tokens' vectors, one for each stream of tokens that reaches the output by itself.
 
     A source are the lookups of the tokens' ids, or what enters the first block of the stream: if there are no ids, and
     if another input, such as an image, gives some tokens their vectors. Runs of the model with the other inputs
-    perturbed and the tokens' vectors held tell what else reaches its logits.
+    perturbed and the tokens' vectors held tell what else reaches the tensors that `read` returns of its output.
 
     Raises `UncoveredError` if another input reaches the logits beside the tokens, since its part in them would stand in
     the bias, and the errors of `find_tokens`.
@@ -70,43 +74,43 @@ def find_sources(model: nn.Module, arguments: Mapping[str, Any], layers: Sequenc
         # Without ids the tokens of the first block become all others, as when patches are merged.
         with suppress(UncoveredError):
             source = _first_source(model, arguments, layers, batch)
-            require_alone(model, arguments, (source,), layers, explained_numbers)
+            require_alone(model, arguments, (source,), layers, read)
             return (source,)
     lookups = Source(streams[0], None, ids)
-    if len(streams) > 1 and (sources := _of_several(model, arguments, layers, lookups, batch)):
+    if len(streams) > 1 and (sources := _of_several(model, arguments, layers, lookups, batch, read)):
         return sources
     rows, length = (0, 0) if ids is None else arguments[ids].shape
     if rows == layers[0].output.shape[0] and length != layers[0].output.shape[1]:
         # Patches beside a text, and tuned prompts, enter the first block with it.
         with suppress(UncoveredError):
             source = Source(streams[0], find_tokens(model, arguments, layers))
-            require_alone(model, arguments, (source,), layers, explained_numbers)
+            require_alone(model, arguments, (source,), layers, read)
             return (source,)
-    if ids is not None and (read := _read_beside(ids, arguments[ids], layers)) is not None:
+    if ids is not None and (source_of_ids := _read_beside(ids, arguments[ids], layers)) is not None:
         # Latent vectors of the model, which are constants, read the tokens of the ids (Perceiver).
         with suppress(UncoveredError):
-            require_alone(model, arguments, (read,), layers, explained_numbers)
-            return (read,)
+            require_alone(model, arguments, (source_of_ids,), layers, read)
+            return (source_of_ids,)
     require_own_tokens(model, arguments, None if ids is None else arguments[ids], layers)
-    if ids is not None and (sources := _with_others(model, arguments, layers, lookups)):
+    if ids is not None and (sources := _with_others(model, arguments, layers, lookups, read)):
         return sources
     source = Source(streams[0], find_tokens(model, arguments, layers))
-    if sources := _with_others(model, arguments, layers, source):
+    if sources := _with_others(model, arguments, layers, source, read):
         return sources
-    require_alone(model, arguments, (source,), layers, explained_numbers)
+    require_alone(model, arguments, (source,), layers, read)
     return (source,)
 
 
 def _with_others(
-    model: nn.Module, arguments: Mapping[str, Any], layers: Sequence[Layer], source: Source
+    model: nn.Module, arguments: Mapping[str, Any], layers: Sequence[Layer], source: Source, read: Read
 ) -> tuple[Source, ...]:
-    """Return a source and the arguments that layers read beside it, if these are all that reaches the output, or none.
+    """Return a source and the arguments that layers read beside it, if these are all that reaches `read`, or none.
 
     Such as the entities of a text, or the states of an encoder that ran before.
     """
-    reaching = inputs_beside(model, arguments, (source,), layers, explained_numbers)
+    reaching = inputs_beside(model, arguments, (source,), layers, read)
     others = [other for name in reaching if (other := _read_beside(name, arguments[name], layers)) is not None]
-    if not reaching or (others and not inputs_beside(model, arguments, (source, *others), layers, explained_numbers)):
+    if not reaching or (others and not inputs_beside(model, arguments, (source, *others), layers, read)):
         return (source, *others)
     return ()
 
@@ -125,7 +129,12 @@ def _read_beside(name: str, value: Any, layers: Sequence[Layer]) -> Source | Non
 
 
 def _of_several(
-    model: nn.Module, arguments: Mapping[str, Any], layers: Sequence[Layer], lookups: Source, batch: int | None
+    model: nn.Module,
+    arguments: Mapping[str, Any],
+    layers: Sequence[Layer],
+    lookups: Source,
+    batch: int | None,
+    read: Read,
 ) -> Sources:
     """Return the one stream that all others are computed from, or those that are all that reaches the output.
 
@@ -134,7 +143,7 @@ def _of_several(
     streams, first = token_streams(layers), lookups.stream
     is_first = lookups.ids is not None and tuple(arguments[lookups.ids].shape) == first.shape
     # Modules between blocks, such as a pool, may compute the other streams.
-    if is_first and not inputs_beside(model, arguments, (lookups,), layers, explained_numbers):
+    if is_first and not inputs_beside(model, arguments, (lookups,), layers, read):
         return (lookups,)
     # The last stream may read all others, as a text with patches in place of some of its tokens does.
     last = stream_written(layers[-1], layers, streams)
@@ -144,9 +153,9 @@ def _of_several(
         with suppress(UncoveredError):
             if stream.shape[0] == batch:
                 source = Source(stream, find_tokens(model, arguments, [layers[index] for index in indices]))
-                require_alone(model, arguments, (source,), layers, explained_numbers)
+                require_alone(model, arguments, (source,), layers, read)
                 return (source,)
-    return _several(model, arguments, layers, streams, batch)
+    return _several(model, arguments, layers, streams, batch, read)
 
 
 def _first_source(model: nn.Module, arguments: Mapping[str, Any], layers: Sequence[Layer], batch: int) -> Source:
@@ -165,6 +174,7 @@ def _several(
     layers: Sequence[Layer],
     streams: Sequence[TokenStream],
     batch: int | None,
+    read: Read,
 ) -> Sources:
     """Return the sources of several streams that together are all that reaches the output; none if they are not all."""
     calls: list[Source] = []
@@ -183,11 +193,11 @@ def _several(
         calls = [replace(source, origin=origin) for source, origin in zip(calls, origins, strict=True)]
     lookups = [_lookups_of(model, arguments, layers, call) for call in calls]
     for sources in (lookups, calls):
-        if sources and not inputs_beside(model, arguments, sources, layers, explained_numbers):
+        if sources and not inputs_beside(model, arguments, sources, layers, read):
             # A stream that is computed from another one is no source, such as the tokens after a merging of patches.
             for source in reversed(sources):
                 fewer = [other for other in sources if other is not source]
-                if fewer and not inputs_beside(model, arguments, fewer, layers, explained_numbers):
+                if fewer and not inputs_beside(model, arguments, fewer, layers, read):
                     sources = fewer
             return tuple(sources)
     return ()
@@ -218,7 +228,9 @@ def layers_of_stream(layers: Sequence[Layer], last: bool) -> list[Layer]:
 
 @_remembered
 @runs_in_gradient_mode(False)
-def find_vectors(model: nn.Module, arguments: Mapping[str, Any], layers: Sequence[Layer]) -> Sources:
+def find_vectors(
+    model: nn.Module, arguments: Mapping[str, Any], layers: Sequence[Layer], read: Read = explained_numbers
+) -> Sources:
     """Return the sources of all streams that reach the output, or of the last layer's if something else does too.
 
     Raises the errors of `find_tokens`.
@@ -227,16 +239,20 @@ def find_vectors(model: nn.Module, arguments: Mapping[str, Any], layers: Sequenc
     stream = stream_written(layers[-1], layers, streams)
     lookups = Source(stream, None, ids)
     fits = ids is not None and tuple(arguments[ids].shape[:2]) == stream.shape
-    if fits and not inputs_beside(model, arguments, (lookups,), layers, explained_numbers):
+    if fits and not inputs_beside(model, arguments, (lookups,), layers, read):
         return (lookups,)
     with suppress(UncoveredError):
-        return find_sources(model, arguments, layers)
+        return find_sources(model, arguments, layers, read)
     return (Source(stream, find_tokens(model, arguments, layers_of_stream(layers, True))),)
 
 
 @runs_in_gradient_mode(False)
 def without_lookups(
-    model: nn.Module, arguments: Mapping[str, Any], layers: Sequence[Layer], sources: Sequence[Source]
+    model: nn.Module,
+    arguments: Mapping[str, Any],
+    layers: Sequence[Layer],
+    sources: Sequence[Source],
+    read: Read = explained_numbers,
 ) -> Sources:
     """Return sources whose ids no table embeds as such, as where they are hashed, with what enters the first block.
 
@@ -246,5 +262,5 @@ def without_lookups(
     for source in sources:
         inside = [layers[index] for index in source.stream.layers]
         changed.append(source if source.ids is None else Source(source.stream, find_tokens(model, arguments, inside)))
-    require_alone(model, arguments, changed, layers, explained_numbers)
+    require_alone(model, arguments, changed, layers, read)
     return tuple(changed)
