@@ -21,8 +21,19 @@ MASKING = "apply_mask_to_padding_states"
 CACHES = ("cache_params", "past_key_values", "past_key_value", "layer_past", "cache", "state", "padding_cache")
 """Names of arguments with the states of earlier tokens in models and layers; operators neither read nor write them."""
 
+GENERAL = ("cache", "state")
+"""Those of `CACHES` that may also name a tensor of the input, such as the joint angles of a robot."""
+
 BASIS = 4096
 """Unit vectors that pass through a wrapped linear layer at once."""
+
+
+def is_cache(name: str, value: Any) -> bool:
+    """Tell whether an argument of a model stands for states of earlier tokens, by its name and by what it is.
+
+    The states of several layers are an object or nested; a tensor with a name of `GENERAL` is an input.
+    """
+    return name in CACHES and not (name in GENERAL and isinstance(value, Tensor))
 
 
 @dataclass(frozen=True)

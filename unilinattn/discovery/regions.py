@@ -7,6 +7,7 @@ compute nothing until the last one, which calls the region's module. The copy's 
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from types import MethodType, NoneType
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
 
+from unilinattn.call import is_cache
 from unilinattn.call.exactness import layer_tolerance
 from unilinattn.call.nested import mapped, tensors
 from unilinattn.discovery.module_frame import Event, Frame, Recording, Value, results_of
@@ -188,7 +190,9 @@ def _forward_of(model: nn.Module) -> Callable[..., Any]:
     @wraps(plain)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         host = partial(plain, self, *args, **kwargs)
-        recorded = _recorded(self, host, args, kwargs)
+        # The run that is recorded would fill a cache once more.
+        copies = {name: deepcopy(value) if is_cache(name, value) else value for name, value in kwargs.items()}
+        recorded = _recorded(self, partial(plain, self, *args, **copies), args, kwargs)
         if not _forwards[self].has_regions:
             # The first run finds the regions, which `regional_model` makes modules.
             return host()

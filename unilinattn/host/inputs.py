@@ -9,9 +9,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from unilinattn.call import CACHES
+from unilinattn.call import is_cache
 from unilinattn.call.nested import tensors
-from unilinattn.errors import InputError, UnilinattnError, nearest
+from unilinattn.errors import InputError, UncoveredError, UnilinattnError, nearest
 from unilinattn.host.draws import same_draws
 from unilinattn.host.wrappers import OPTIMIZED
 
@@ -40,8 +40,8 @@ def host_arguments(model: nn.Module, inputs: Any) -> dict[str, Any]:
             "model's keyword arguments (as a tokenizer returns it)."
         )
     _check_names(model, arguments)
-    refuse_states(arguments, "the model")
-    arguments = {name: _ordinary(value) for name, value in arguments.items() if name not in CACHES}
+    refuse_states(arguments)
+    arguments = {name: _ordinary(value) for name, value in arguments.items() if not is_cache(name, value)}
     _check_tensors(model, arguments)
     _check_ids(model, arguments)
     _check_masks(arguments)
@@ -58,13 +58,34 @@ def host_arguments(model: nn.Module, inputs: Any) -> dict[str, Any]:
     return arguments
 
 
-def refuse_states(arguments: Mapping[str, Any], name: str, caches: Sequence[str] = CACHES) -> None:
+def refuse_states(arguments: Mapping[str, Any]) -> None:
     """Raise `InputError` for a cache that holds states: an operator maps only the tokens of the call."""
-    for cache in caches:
-        if arguments.get(cache) is not None and _holds_tensors(arguments[cache], depth=4):
+    for name, value in arguments.items():
+        if is_cache(name, value) and _holds_tensors(value, depth=4):
             raise InputError(
-                f"{name} was given {cache} with the states of earlier tokens, which are not part of this call, so no "
+                f"the model was given {name} with the states of earlier tokens, which are not part of this call, so no "
                 "operator could account for them. Leave it out and pass the whole text."
+            )
+
+
+def refuse_states_between(module: nn.Module, path: str, arguments: Mapping[str, Any], caches: Sequence[str]) -> None:
+    """Raise `UncoveredError` for a module that a model gives the states of tokens that another module has read.
+
+    A model may make a cache in its call; while its layers fill it, each has the states of the earlier layers.
+    """
+    for cache in caches:
+        value = arguments.get(cache)
+        if value is None:
+            continue
+        numbers = {number for each in module.modules() if (number := getattr(each, "layer_idx", None)) is not None}
+        slots = getattr(value, "layers", None)
+        if isinstance(slots, list) and numbers:
+            value = [slots[number] for number in numbers if number < len(slots)]
+        if _holds_tensors(value, depth=4):
+            raise UncoveredError(
+                f"{path} ({type(module).__name__}) was given {cache} with the states of tokens that another module of "
+                "the model has read, or an earlier call, and its operators map only the tokens of its input. Trace the "
+                "modules of the model by themselves, without a cache."
             )
 
 
@@ -340,6 +361,9 @@ def _holds_tensors(value: Any, depth: int = 3) -> bool:
     """Tell whether a cache of any class holds a tensor with elements."""
     if isinstance(value, Tensor):
         return value.numel() > 0
+    # A layer of transformers' caches stores the size of its window as a tensor before it has states.
+    if getattr(value, "is_initialized", True) is False and not hasattr(value, "layers"):
+        return False
     if isinstance(value, Mapping):
         values: Iterable[Any] = value.values()
     elif isinstance(value, (tuple, list)):

@@ -14,7 +14,7 @@ from unilinattn.call.attention_interface import Attended
 from unilinattn.call.axes import LAST, axes_of
 from unilinattn.call.nested import mapped
 from unilinattn.errors import ModelStateError
-from unilinattn.host.inputs import bound_arguments, refuse_states, sequences_in
+from unilinattn.host.inputs import bound_arguments, refuse_states_between, sequences_in
 from unilinattn.host.module_calls import CallRecord, Prefix, first_tensor, tensors_in
 from unilinattn.host.observer import Inputs, Observer
 from unilinattn.host.products import Products
@@ -93,7 +93,7 @@ class Recorder(Observer[CallRecord]):
         if parent is not None:
             parent.children.append(record)
         # A wrapper may pass a cache to its model; the other names also pass states between layers of a host.
-        refuse_states(record.arguments, path, CACHES[:2])
+        refuse_states_between(module, path, record.arguments, CACHES[:2])
         if architecture is not None and (entering := record.input) is not None:
             # A host may write into its argument.
             record.entered = entering.detach().clone()

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from unilinattn.call import CACHES
+from unilinattn.call import CACHES, is_cache
 from unilinattn.call.attention_interface import Attended
 from unilinattn.call.entries import Entries
 from unilinattn.call.nested import mapped
@@ -190,7 +190,7 @@ class _CutForward:
         named = bound_arguments(self.model, args, kwargs)
         for cache in CACHES:
             # An empty one too: whoever passes it takes it for filled at the next call.
-            if named.get(cache) is not None:
+            if named.get(cache) is not None and is_cache(cache, named[cache]):
                 raise InputError(
                     f"{type(self.model).__name__} was given {cache} inside a `cut`, in which every call needs the "
                     "whole text; call it without, and `generate` with use_cache=False."

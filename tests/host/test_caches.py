@@ -1,0 +1,138 @@
+"""Caches are told by what they are: states of earlier tokens are refused, empty ones and other inputs are not."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import unilinattn as ula
+from unilinattn.errors import InputError, UncoveredError
+
+IDS = torch.tensor([[1, 2, 3, 4, 5]])
+
+GAP = 1e-10
+"""Largest completeness gap in float64."""
+
+TEXT = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+
+
+def gpt2() -> Any:
+    """Return a model that computes in float64 throughout."""
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2, n_positions=16)
+    return transformers.GPT2LMHeadModel(config).double().eval()
+
+
+class Robot(nn.Module):
+    """A model of ids that reads the state of a robot, a vector for each sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = gpt2()
+        self.project = nn.Linear(3, 32).double()
+
+    def forward(self, input_ids: Tensor, state: Tensor | None = None, cache: Any = None) -> Any:
+        x = self.inner.get_input_embeddings()(input_ids)
+        if state is not None:
+            x = torch.cat([self.project(state)[:, None], x[:, 1:]], 1)
+        return self.inner(inputs_embeds=x)
+
+
+class Caching(nn.Module):
+    """A model that makes a cache in each call, and fills it while it reads the tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = gpt2()
+
+    def forward(self, input_ids: Tensor) -> Any:
+        return self.inner(input_ids, use_cache=True)
+
+
+def test_a_vector_by_the_name_of_a_state_is_an_input() -> None:
+    model, state = Robot().eval(), torch.tensor([[0.5, -1.0, 2.0]], dtype=torch.float64)
+    result = ula.explain(model, {"input_ids": IDS, "state": state}, method="lrp", target=-1, progress=False)
+    with torch.no_grad():
+        logits = model(IDS, state).logits[0, -1]
+    assert float(result.extras["logit"]) == pytest.approx(float(logits.max()), rel=GAP)
+    assert result.completeness_gap is not None
+    assert result.completeness_gap <= GAP
+    # The state is the first token.
+    assert abs(float(result.scores[0, 0])) > 1e-6
+
+
+@pytest.mark.parametrize("name", ["state", "cache"])
+def test_nested_states_by_these_names_are_refused(name: str) -> None:
+    states = [(torch.ones(1, 2), torch.ones(1, 2))]
+    with pytest.raises(InputError, match=f"the model was given {name} with the states of earlier tokens"):
+        ula.trace(Robot().eval(), {"input_ids": IDS, name: states}, progress=False)
+
+
+def test_the_states_of_rwkv_are_refused() -> None:
+    torch.manual_seed(0)
+    config = transformers.RwkvConfig(vocab_size=64, hidden_size=32, attention_hidden_size=32, num_hidden_layers=2)
+    model = transformers.RwkvForCausalLM(config).eval()
+    states = model(IDS, use_cache=True).state
+    with pytest.raises(InputError, match="the model was given state with the states of earlier tokens"):
+        ula.trace(model, {"input_ids": IDS, "state": states}, progress=False)
+
+
+def test_an_empty_cache_with_a_window_is_left_out() -> None:
+    torch.manual_seed(0)
+    config = transformers.MistralConfig(**TEXT, sliding_window=3)
+    model = transformers.MistralForCausalLM(config).eval()
+    cache = transformers.DynamicCache(config=config)
+    trace = ula.trace(model, {"input_ids": IDS, "past_key_values": cache}, progress=False)
+    assert len(trace.layers) == 2
+    assert cache.get_seq_length() == 0
+    model(IDS, past_key_values=cache)
+    with pytest.raises(InputError, match="the model was given past_key_values with the states of earlier tokens"):
+        ula.trace(model, {"input_ids": IDS, "past_key_values": cache}, progress=False)
+
+
+def test_a_cache_that_a_model_fills_while_it_reads_its_tokens_has_no_earlier_ones() -> None:
+    model = Caching().eval()
+    result = ula.explain(model, IDS, method="lrp", target=-1, progress=False)
+    expected = ula.explain(model.inner, IDS, method="lrp", target=-1, progress=False)
+    assert result.completeness_gap is not None
+    assert result.completeness_gap <= GAP
+    torch.testing.assert_close(result.scores, expected.scores, rtol=GAP, atol=GAP)
+
+
+def test_a_cache_that_another_module_filled_is_refused_with_the_module_that_reads_it() -> None:
+    torch.manual_seed(0)
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.PI0Config(
+        vlm_config={
+            "model_type": "paligemma",
+            "text_config": {"model_type": "gemma", **TEXT},
+            "vision_config": {"model_type": "siglip_vision_model", **vision, "image_size": 28, "patch_size": 14},
+            "image_token_index": 63,
+            "projection_dim": 32,
+        },
+        dit_config={"model_type": "gemma", **TEXT},
+        chunk_size=4,
+        max_state_dim=8,
+        max_action_dim=8,
+    )
+    model = transformers.PI0ForConditionalGeneration(config).eval()
+    inputs = {
+        "state": torch.randn(1, 8),
+        "noise": torch.randn(1, 4, 8),
+        "timestep": torch.tensor([0.5]),
+        "input_ids": torch.tensor([[63, 63, 63, 63, 5, 7]]),
+        "pixel_values": torch.randn(1, 1, 3, 28, 28),
+        "pixel_attention_mask": torch.ones(1, 1, dtype=torch.bool),
+    }
+    with pytest.raises(UncoveredError, match=r"model\.dit \(GemmaModel\) was given past_key_values"):
+        ula.trace(model, inputs, progress=False)
