@@ -319,8 +319,8 @@ def _check_tensors(model: nn.Module, arguments: Mapping[str, Any]) -> None:
         # Tokens may have no features, such as those of their times.
         if 0 in value.shape[:2]:
             raise InputError(
-                f"{name} has shape {tuple(value.shape)}; at least one sequence of one token is needed. Leave the argument "
-                "out if the model does not need it."
+                f"{name} has shape {tuple(value.shape)}; at least one sequence of one token is needed. Leave the "
+                "argument out if the model does not need it."
             )
         # accelerate, which distributes a model over devices, also moves its inputs.
         moves = len(devices) != 1 or value.device in devices or any("_hf_hook" in vars(x) for x in model.modules())
