@@ -53,5 +53,5 @@ def test_a_time_series_without_features_of_its_times_is_explained(features: int)
 @pytest.mark.parametrize("shape", [(1, 0, 2), (0, 11, 2)])
 def test_features_of_no_token_are_refused(shape: tuple[int, ...]) -> None:
     model, inputs = time_series(2)
-    with pytest.raises(InputError, match=r"past_time_features has shape .* one token is needed\. Leave the argument out"):
+    with pytest.raises(InputError, match=r"past_time_features has shape .* Leave the argument out"):
         ula.trace(model, {**inputs, "past_time_features": torch.zeros(shape, dtype=torch.float64)}, progress=False)
