@@ -84,11 +84,12 @@ def is_recurrence(operator: Callable[..., Any], values: Sequence[Tensor], struct
     """Tell whether an operator combines pairs (a, b) to (a_j a_i, a_j b_i + b_j), by its value for random numbers."""
     if len(values) != 2 or not all(value.is_floating_point() or value.is_complex() for value in values):
         return False
-    generator = torch.Generator().manual_seed(0)
-    (a, b), (later, more) = first, second = [
-        [torch.rand(value[:1].shape, dtype=value.dtype, generator=generator).to(value.device) for value in values]
-        for _ in range(2)
-    ]
+    generator = torch.Generator("cpu").manual_seed(0)
+
+    def drawn(like: Tensor) -> Tensor:
+        return torch.rand(like[:1].shape, dtype=like.dtype, generator=generator, device="cpu").to(like.device)
+
+    (a, b), (later, more) = first, second = [[drawn(value) for value in values] for _ in range(2)]
     combined, _ = tree_flatten(operator(*(tree_unflatten(pair, structure) for pair in (first, second))))
     expected = (later * a, later * b + more)
     return len(combined) == 2 and all(
