@@ -43,6 +43,12 @@ def rotated(mixer: "Recurrent", x: Tensor) -> Tensor:
     return associative_scan(combine, (decay, mixer.drive(x) + 0j), axis=1)[1].real
 
 
+def turned(mixer: "Recurrent", x: Tensor) -> Tensor:
+    """Rotations, whose modulus is 1, and a decay of zero at every fifth token."""
+    decay = torch.exp(1j * mixer.decay(x)) * (torch.arange(x.shape[1]) % 5 != 0)[:, None]
+    return associative_scan(combine, (decay, mixer.drive(x) + 0j), axis=1)[1].real
+
+
 def shared(mixer: "Recurrent", x: Tensor) -> Tensor:
     decay, drive = (project(x).unflatten(2, (HEADS, -1)) for project in (mixer.decay, mixer.drive))
     return associative_scan(combine, (torch.sigmoid(decay[..., :1]), drive), axis=1)[1].flatten(2)
@@ -106,7 +112,7 @@ def mixers(layer: Layer) -> list[CoreMixer]:
     return [stage.mixer for stage in stages if isinstance(stage, Mix)]
 
 
-SCANS = (signed, backwards, rotated, shared, heads_in_the_batch, heads_before_the_batch, with_a_highest_gate)
+SCANS = (signed, backwards, rotated, turned, shared, heads_in_the_batch, heads_before_the_batch, with_a_highest_gate)
 
 
 @pytest.mark.parametrize("scan", SCANS)

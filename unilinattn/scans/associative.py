@@ -38,13 +38,14 @@ def linear_recurrence(
 def diagonal(decay: Tensor, reverse: bool) -> CoreMixer:
     """A decay of each channel; its signs are those of a query and a key, whose product is that of the signs between."""
     size = decay.abs()
-    if bool((size > 1).any()):
+    # The modulus of a rotation is 1 up to rounding.
+    if bool((size > 1 + 16 * torch.finfo(size.dtype).eps).any()):
         raise UncoveredError(
             f"a linear recurrence with a decay of {float(size.amax()):.3g}, and operators are written for at most 1"
         )
     decay, size = (value.flip(1) if reverse else value for value in (decay, size))
     sign = torch.where(decay < 0, -1.0, 1.0).to(decay).cumprod(1)[..., None].detach()
-    mixer = DiagonalDecay(sign, sign, size.clamp_min(SMALLEST).log()[..., None])
+    mixer = DiagonalDecay(sign, sign, size.clamp(SMALLEST, 1).log()[..., None])
     return Reversed(mixer) if reverse else mixer
 
 
@@ -107,7 +108,7 @@ def _recurrence(decay: Tensor, drive: Tensor, reverse: bool) -> list[Tensor]:
         return [products(decay), _states(decay, drive, reverse)]
     # With a = |a| turn, the states divided by the product of all turns have real decays.
     size = decay.abs()
-    turn = products(decay / size.clamp_min(SMALLEST))
+    turn = products(torch.where(size > SMALLEST, decay / size.clamp_min(SMALLEST), 1.0))
     turned = drive * turn.conj()
     states = torch.complex(_states(size, turned.real, reverse), _states(size, turned.imag, reverse))
     return [products(decay), states * turn]
