@@ -30,8 +30,12 @@ TEXT = {
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "word_embed_proj_dim": 32,
+    "initializer_range": 0.02,
 }
-"""A text model that computes in float64 throughout; the norms of LLaMA compute in float32."""
+"""A text model that computes in float64 throughout; the norms of LLaMA compute in float32.
+
+LLaVA of transformers 5.6.2 reads the range, which its OPT calls otherwise.
+"""
 
 IMAGE = 63
 """The id of the places of an image among those of a text."""
