@@ -8,7 +8,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from tests.setups.harness import HOSTS, each, setup, works
 from unilinattn import explain, trace
-from unilinattn.errors import InputError, ModelStateError, UnilinattnError
+from unilinattn.errors import ModelStateError, UncoveredError, UnilinattnError
 from unilinattn.testing.hosts import Host
 
 TARGETS = {
@@ -91,7 +91,7 @@ def prompt_tuning() -> float:
     "PEFT prefix tuning",
     "`PrefixTuningConfig(num_virtual_tokens=3)`: keys and values before the text",
     needs=("peft",),
-    refused=InputError,
+    refused=UncoveredError,
 )
 def prefix_tuning() -> float:
     from peft import PrefixTuningConfig, get_peft_model

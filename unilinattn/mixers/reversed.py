@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from jaxtyping import Float, Int
+from jaxtyping import Inexact, Int
 from torch import Tensor
 from torch.nn import functional
 
@@ -40,30 +40,30 @@ class Reversed(CoreMixer):
         query = getattr(self.mixer, "query", None)
         return None if query is None else query.flip(1)
 
-    def with_query(self, query: Float[Tensor, "batch length group state"]) -> "Reversed":
+    def with_query(self, query: Inexact[Tensor, "batch length group state"]) -> "Reversed":
         """Read the inner mixer's memory with another query."""
         return Reversed(self.mixer.with_query(query.flip(1)))
 
-    def apply(self, value: Float[Tensor, "batch key head channel"]) -> Float[Tensor, "batch query head channel"]:
+    def apply(self, value: Inexact[Tensor, "batch key head channel"]) -> Inexact[Tensor, "batch query head channel"]:
         """Reverse time, mix, reverse time back."""
         return self.mixer.apply(value.flip(1)).flip(1)
 
-    def adjoint(self, grad: Float[Tensor, "batch query head channel"]) -> Float[Tensor, "batch key head channel"]:
+    def adjoint(self, grad: Inexact[Tensor, "batch query head channel"]) -> Inexact[Tensor, "batch key head channel"]:
         """Reverse time, apply the transpose, reverse time back."""
         return self.mixer.adjoint(grad.flip(1)).flip(1)
 
-    def rows(self, index: Int[Tensor, "batch row"]) -> Float[Tensor, "batch head row key"]:
+    def rows(self, index: Int[Tensor, "batch row"]) -> Inexact[Tensor, "batch head row key"]:
         """Return the mirrored rows with their keys reversed."""
         return self.mixer.rows(self.shape[2] - 1 - index).flip(-1)
 
-    def tile(self, rows: slice = ALL, cols: slice = ALL, heads: slice = ALL) -> Float[Tensor, "batch head row col"]:
+    def tile(self, rows: slice = ALL, cols: slice = ALL, heads: slice = ALL) -> Inexact[Tensor, "batch head row col"]:
         """Return the mirrored block with both axes reversed."""
         _, _, queries, keys = self.shape
         return self.mixer.tile(_mirrored(rows, queries), _mirrored(cols, keys), heads).flip(-2, -1)
 
     def reduced_rows(
         self, rows: int, left: Tensor | None = None, taps: Taps | None = None
-    ) -> Iterator[Float[Tensor, "batch row key"]]:
+    ) -> Iterator[Inexact[Tensor, "batch row key"]]:
         """Yield the map of `CoreMixer.reduced_rows`: mirrored blocks of the inner mixer, for each lag."""
         _, _, queries, keys = self.shape
         reading = None if left is None else left.flip(1)
@@ -78,7 +78,7 @@ class Reversed(CoreMixer):
             assert total is not None
             yield total
 
-    def diagonal(self) -> Float[Tensor, "batch head length"]:
+    def diagonal(self) -> Inexact[Tensor, "batch head length"]:
         """Return the inner diagonal in reverse order."""
         return self.mixer.diagonal().flip(-1)
 
