@@ -1,7 +1,7 @@
 """Tiny configurations of transformers' models, derived from the defaults by rules on the names of attributes.
 
-Each size is shrunk by the kind of its name, in nested configurations too. No rule knows a model type; what single ones
-need is in `sweep_needs`.
+Each size is shrunk by the kind of its name, in nested configurations too. No rule knows a model type; the exceptions
+are in `sweep_needs`.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""What single classes of models need beyond the rules: attributes of configurations, and arguments of `forward`."""
+"""Attributes of configurations, and arguments of `forward`, that single classes need in addition to the rules."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -85,6 +85,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "indexer_types": ["full"] * 2,
         "mlp_layer_types": ["dense", "sparse"],
     },
+    # Without an image, layers that attend to one are left out.
+    "mllama_text_model": {"cross_attention_layers": [1]},
     "MobileViTV2ForSemanticSegmentation": {"aspp_out_channels": 16},
     "molmo2_adapter": {"vision_feature_layer": [1, 0]},
     "moonshine_streaming": {"num_key_value_heads": 4},

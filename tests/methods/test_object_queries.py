@@ -41,3 +41,22 @@ def test_a_target_is_a_query_of_the_decoder(queries: int) -> None:
     every = ula.explain(traced, method="logit", progress=False)
     assert every.sizes["query"] == queries and every.sizes["key"] == 4
     assert every.streams == {"query": {"decoder": queries}, "key": {"encoder": 4}}
+
+
+@pytest.mark.parametrize("method", ["raw", "alti"])
+def test_cross_attention_of_equal_lengths_names_both_streams(method: str) -> None:
+    sizes = dict(vocab_size=40, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_decoder_layers=1, num_heads=4)
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0))
+    inputs = {"input_ids": torch.tensor([[3, 4, 5, 6]]), "decoder_input_ids": torch.tensor([[13, 14, 15, 16]])}
+    traced = ula.trace(randomize(model.eval()), inputs, progress=False)
+    assert "EncDecAttention" in traced.layers[2].name
+    every = ula.explain(traced, method=method, layers=[2], progress=False)
+    assert every.streams == {"query": {"decoder": 4}, "key": {"encoder": 4}} and not every.queries_are_keys
+    # A query's number is no key: none is left out as its own token.
+    largest = every.scores.flatten().abs().argmax()
+    query, key = divmod(int(largest), 4)
+    assert f"EncDecAttention, {query} <- {key} " in repr(every)
+    own = ula.explain(traced, method=method, layers=[1], progress=False)
+    assert own.streams == {} and own.queries_are_keys
+    one = ula.explain(traced, method=method, layers=[2], target=-1, progress=False)
+    assert "at position 3 of 'decoder'" in repr(one)

@@ -38,6 +38,8 @@ def test_a_word_reaches_from_its_first_to_its_last_character() -> None:
 
 def test_parts_of_the_scores_are_merged_and_selected_as_the_scores() -> None:
     # The part of each token's share from constants such as its position, with and without a query axis.
+    read = make_target(word_ids=IDS, mask=REAL, streams={"query": {"latents": 9}, "key": {"text": REAL.shape[1]}})
+    assert read.words().streams == {"query": {"latents": 9}, "key": {"text": read.words().sizes["key"]}}
     target = make_target(word_ids=IDS, mask=REAL)
     words = dataclasses.replace(target, extras={"embedding": 2 * target.scores}).words()
     assert torch.equal(words.extras["embedding"], 2 * words.scores)

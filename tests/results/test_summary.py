@@ -124,6 +124,21 @@ def test_keys_without_texts_are_positions_among_real_tokens() -> None:
     assert columns(text, "score") == ["3.5", "-1.25", "0.25", "0.125"]
 
 
+def test_queries_that_are_no_keys_have_no_text_and_no_diagonal() -> None:
+    text = repr(of_queries(streams={"query": {"decoder": 4}, "key": {"encoder": 4}}))
+    lines = [line.strip() for line in text.splitlines() if "<-" in line]
+    assert {line.rpartition("  ")[0].strip() for line in lines[:4]} <= {
+        f"h.{layer}, {query} <- {query} {key!r}" for layer in (0, 1) for query, key in enumerate("abcd")
+    }
+    assert all(line.endswith("  9") for line in lines)
+
+
+def test_a_target_that_is_no_key_is_named_in_its_stream() -> None:
+    streams = {"query": {"decoder": 9}, "key": {"encoder": 6}}
+    assert "at position 8 of 'decoder' = 17.43" in repr(of_target(streams=streams))
+    assert "at position" not in repr(of_target(streams=streams, options={"logit": None, "target": 9}))
+
+
 def test_pairs_of_layers_leave_out_the_diagonal_and_padding() -> None:
     text = repr(of_queries())
     lines = [line.strip() for line in text.splitlines() if "<-" in line]

@@ -8,12 +8,13 @@ import torch
 from s5.jax_compat import associative_scan
 from torch import Tensor, nn
 from torch._higher_order_ops.associative_scan import associative_scan as scan_of_torch
+from torch.utils._pytree import tree_flatten
 
 import unilinattn as ula
 from unilinattn.errors import UncoveredError
 from unilinattn.mixers import CoreMixer
 from unilinattn.operator.stages import Mix, walk
-from unilinattn.scans.associative import linear_recurrence
+from unilinattn.scans.associative import is_recurrence, linear_recurrence
 from unilinattn.testing import check_architecture, randomize
 from unilinattn.tracing.layer import Layer
 
@@ -146,6 +147,18 @@ def test_the_definition_is_the_scan_of_the_package(reverse: bool) -> None:
     decay, drive = torch.randn(2, 2, 9, 3, generator=generator, dtype=torch.float64)
     expected = associative_scan(combine, (decay, drive), axis=1, reverse=reverse)[1]
     torch.testing.assert_close(linear_recurrence(decay, drive, reverse), expected)
+
+
+def test_a_recurrence_in_bfloat16_is_told_from_other_operators() -> None:
+    pair = [torch.rand(9, 2, 3).bfloat16() for _ in range(2)]
+    structure = tree_flatten(pair)[1]
+    assert is_recurrence(combine, pair, structure) and is_recurrence(scripted, tuple(pair), tree_flatten((0, 0))[1])
+    for operator in (
+        lambda first, second: (second[0] * first[0], second[0] * first[1].abs() + second[1]),
+        lambda first, second: (second[0] + first[0], second[0] * first[1] + second[1]),
+        lambda first, second: (second[0] * first[0], first[0] * second[1] + first[1]),
+    ):
+        assert not is_recurrence(operator, pair, structure)
 
 
 def test_a_growing_state_is_refused() -> None:

@@ -50,6 +50,12 @@ def test_a_time_series_without_features_of_its_times_is_explained(features: int)
     assert result.completeness_gap <= GAP
 
 
+def test_an_image_without_pixels_is_refused() -> None:
+    model, pixels = torch.nn.Conv2d(3, 4, 3), torch.zeros(1, 3, 0, 8)
+    with pytest.raises(InputError, match=r"has shape \(1, 3, 0, 8\); at least one sequence of one token is needed"):
+        ula.trace(model, pixels, progress=False)
+
+
 @pytest.mark.parametrize("shape", [(1, 0, 2), (0, 11, 2)])
 def test_features_of_no_token_are_refused(shape: tuple[int, ...]) -> None:
     model, inputs = time_series(2)

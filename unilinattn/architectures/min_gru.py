@@ -72,8 +72,8 @@ def _recurrence(call: Call, candidate: Affine, log_decay: Tensor, log_write: Ten
     before = flow.deferred()
     half = flow.value.new_full(log_decay.shape[-1:], 0.5)
     flow.scale(lambda: _slope(before()), half, role="act")
-    one = torch.ones_like(log_decay[..., :1, None])
-    flow.core(DiagonalDecay(one, one, log_decay[..., None], key_scale=log_write.exp()))
+    ones = torch.ones_like(log_decay[..., :1, None])
+    flow.core(DiagonalDecay(ones, ones, log_decay[..., None], key_scale=log_write.exp()))
     if isinstance(call.module.to_out, nn.Identity):
         return flow
     return flow.matrix(*call.affine(call.host.to_out), role="output")

@@ -3,6 +3,8 @@
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import packages_distributions, version
 from typing import Any, overload
 
 import torch
@@ -209,7 +211,15 @@ def _package(module: nn.Module) -> str:
 def package_version(module: nn.Module) -> str:
     """Return "package version" of the package that a module's class comes from."""
     package = _package(module)
-    return f"{package} {getattr(sys.modules.get(package), '__version__', 'of unknown version')}"
+    number = getattr(sys.modules.get(package), "__version__", None) or _installed_version(package)
+    return f"{package} {number or 'of unknown version'}"
+
+
+@cache
+def _installed_version(package: str) -> str | None:
+    """Return the version of the distribution that has a package, None if no distribution has it."""
+    names = packages_distributions().get(package)
+    return version(names[0]) if names else None
 
 
 def host_function(module: nn.Module, name: str) -> Any:

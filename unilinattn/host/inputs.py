@@ -316,8 +316,8 @@ def _check_tensors(model: nn.Module, arguments: Mapping[str, Any]) -> None:
     for name, value in arguments.items():
         if not isinstance(value, Tensor) or not value.ndim:
             continue
-        # Tokens may have no features, such as those of their times.
-        if 0 in value.shape[:2]:
+        # Tokens may have no features, such as those of their times; images have pixels.
+        if not value.numel() and (value.ndim != 3 or 0 in value.shape[:2]):
             raise InputError(
                 f"{name} has shape {tuple(value.shape)}; at least one sequence of one token is needed. Leave the "
                 "argument out if the model does not need it."

@@ -186,8 +186,7 @@ def _facts(single: Scores, made: Sequence[Panel]) -> list[Numbers]:
     Padded queries are left out.
     """
     titles = list(dict.fromkeys(panel.title for panel in made))
-    square = single.sizes.get("query") == single.sizes["key"]
-    real = single.mask[0].cpu().numpy() if square and single.mask is not None else None
+    real = single.mask[0].cpu().numpy() if single.queries_are_keys and single.mask is not None else None
     facts: list[Numbers] = [{} for _ in made]
     for name, tensor in sorted(single.extras.items(), key=lambda item: item[0] != "logit"):
         axes = extra_dims(name, single.dims, single.scores.shape, tensor.shape)

@@ -114,10 +114,9 @@ def panels(
     for title, names, values in _by_head(single, stacked, heads):
         head = names[0] if len(names) == 1 else ""
         if "query" in single.dims:
-            square = values.shape[0] == values.shape[1]
-            rows = real if square else np.ones(values.shape[0], dtype=bool)
+            rows = real if single.queries_are_keys else np.ones(values.shape[0], dtype=bool)
             outlined = None if pattern is None else pattern[np.ix_(rows, real)]
-            labels = tokens if square else None
+            labels = tokens if single.queries_are_keys else None
             if single.query_tokens is not None:
                 labels = tuple(map(shown, single.query_tokens[0]))
             made.append(Panel("matrix", *title, values[np.ix_(rows, real)], labels, tokens, outlined, head=head))

@@ -113,11 +113,11 @@ class SequenceLabels:
             target = target_key(result, batch, int(real.sum()))
             if target is not None:
                 query_keys[0] = np.flatnonzero(real)[target]
+        elif single.queries_are_keys:
+            rows, query_keys = real, np.arange(keys)
         elif single.streams and len(single.streams["query"]) == 1:
             slot = slots(single.streams["key"]).get(next(iter(single.streams["query"])))
             query_keys = query_keys if slot is None else np.arange(slot.start, slot.stop)
-        elif queries == keys:
-            rows, query_keys = real, np.arange(keys)
         return cls(single, real, rows, query_keys, single.dims != ("key",), quote)
 
     def name(self, index: Index) -> str:
@@ -147,7 +147,7 @@ class SequenceLabels:
     def query(self, query: int) -> str:
         """Return the position of a query and its text."""
         single = self.single
-        if len(self.rows) == len(self.real):
+        if single.queries_are_keys:
             return self.key(query)
         # Queries with texts of one stream are those of generated tokens, the last keys.
         generated = single.query_tokens is not None and not single.streams

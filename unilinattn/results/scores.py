@@ -288,12 +288,16 @@ class Scores:
             return frame
         real = self.mask.cpu().numpy()
         both_real = real[sequence, positions["key"]]
-        if self._square():
+        if self.queries_are_keys:
             both_real &= real[sequence, positions["query"]]
         return frame[both_real].reset_index(drop=True)
 
-    def _square(self) -> bool:
-        return "query" in self.dims and self.sizes["query"] == self.sizes["key"]
+    @property
+    def queries_are_keys(self) -> bool:
+        """Whether the tokens of the query axis are those of the key axis, in the same order."""
+        if "query" not in self.dims or self.sizes["query"] != self.sizes["key"]:
+            return False
+        return not self.streams or self.streams["query"] == self.streams["key"]
 
     def _sink_array(self) -> Bool[np.ndarray, "batch key"]:
         keys = np.arange(self.sizes["key"])
@@ -302,7 +306,7 @@ class Scores:
     def _axis_tokens(self, axis: str) -> Sequence[Sequence[str]] | None:
         if axis == "query" and self.query_tokens is not None:
             return self.query_tokens
-        return self.tokens if axis == "key" or (axis == "query" and self._square()) else None
+        return self.tokens if axis == "key" or (axis == "query" and self.queries_are_keys) else None
 
 
 def count_kinds(kinds: Sequence[str]) -> str:

@@ -109,9 +109,8 @@ def _merged_groups(result: Result, groups: Sequence[Sequence[int | None]], reduc
     """
     if reduce not in REDUCTIONS:
         raise OptionError(f"unknown reduction {reduce!r}{nearest(reduce, REDUCTIONS)}")
-    length = result.sizes["key"]
     spans = [_spans(ids, each) for ids, each in zip(groups, _real(result), strict=True)]
-    square = result.sizes.get("query") == length and result.query_tokens is None
+    square = result.queries_are_keys and result.query_tokens is None
     merged = partial(_by_sequence, result, spans=spans, merge=partial(_merged, reduce=reduce, square=square))
     scores = merged(result.scores)
     extras = dict(result.extras)
@@ -134,6 +133,8 @@ def _merged_groups(result: Result, groups: Sequence[Sequence[int | None]], reduc
             [word for word, (a, b) in enumerate(each) if any(a <= sink < b for sink in row)]
             for row, each in zip(result.sinks, spans, strict=True)
         ]
+    if len(result.streams.get("key", ())) == 1:
+        labels["streams"] = {**result.streams, "key": dict.fromkeys(result.streams["key"], count)}
     mask = torch.arange(count, device="cpu") < torch.tensor([[len(each)] for each in spans], device="cpu")
     return replace(
         result,

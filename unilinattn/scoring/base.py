@@ -21,7 +21,7 @@ from unilinattn.results.attribution import Attribution
 from unilinattn.results.estimate import Estimate, LayerCost
 from unilinattn.scoring.joint import Axes
 from unilinattn.scoring.maps import ONE_ROW, map_shape
-from unilinattn.scoring.selection import StepRows, key_mask, key_sinks, mixing_operator, query_rows
+from unilinattn.scoring.selection import StepRows, mixing_operator, query_rows, streams_of
 from unilinattn.scoring.vectors import HeadAxis
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Target, Trace
@@ -128,6 +128,9 @@ class Scoring(Generic[Method]):
         Layers whose adapter covers only their core have no reconstruction error.
         """
         trace, layers, axes, heads = self.trace, self.layers, self.axes, self.heads
+        if axes is None:
+            written, read = streams_of(trace, layers[0])
+            axes = Axes(trace, (written,), (read,))
         if dims is None:
             dims = tuple(axis for axis in self.sizes if self.target is None or axis != "query")
         extras = dict(extras or {})
@@ -150,9 +153,9 @@ class Scoring(Generic[Method]):
             method=self.options.name,
             options=stored_options(self.options, self.target),
             scope=scope,
-            mask=key_mask(trace, layers[0]) if axes is None else axes.mask(),
-            sinks=key_sinks(trace, layers[0]) if axes is None else axes.sinks(),
-            streams={} if axes is None else axes.names,
+            mask=axes.mask(),
+            sinks=axes.sinks(),
+            streams=axes.names,
             layers=tuple(layer.name for layer in layers),
             kinds=tuple(layer.kind for layer in layers),
             heads=None if heads is None else heads.heads,

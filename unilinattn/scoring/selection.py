@@ -12,7 +12,6 @@ from unilinattn.host.inputs import real_tokens
 from unilinattn.host.logits import Logit
 from unilinattn.operator.operator import MixerOperator
 from unilinattn.tracing.layer import Layer
-from unilinattn.tracing.sinks import sink_tokens
 from unilinattn.tracing.token_streams import (
     TokenStream,
     mixing_ports,
@@ -245,12 +244,6 @@ def stream_mask(trace: Trace, stream: TokenStream) -> Bool[Tensor, "batch token"
 def layers_in(trace: Trace, stream: TokenStream) -> list[Layer]:
     """Return the layers that read and write the tokens of a stream."""
     return [trace.layers[index] for index in stream.layers]
-
-
-def key_sinks(trace: Trace, layer: Layer) -> tuple[tuple[int, ...], ...] | None:
-    """Return the positions of the attention sinks among a layer's keys; None if they are unknown."""
-    stream = streams_of(trace, layer)[1]
-    return sink_tokens(layers_in(trace, stream), stream.shape)
 
 
 def real_pairs(trace: Trace, layer: Layer, rows: Int[Tensor, "batch row"]) -> Bool[Tensor, "batch row key"]:
