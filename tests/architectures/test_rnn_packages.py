@@ -101,18 +101,21 @@ def wide(model: nn.Module) -> nn.Module:
 
 
 def s5(module: Any, x: Tensor) -> Tensor:
-    """Smith et al. (2023), Eq. 2 and 6: zero-order hold, one recurrence for each direction."""
+    """Smith et al. (2023), Eq. 2 and 6: zero-order hold, one recurrence for each direction; B by its power."""
     poles, step = module.seq.Lambda, torch.exp(module.seq.log_step)
     decay = torch.exp(step * poles)
     inputs = ((decay - 1) / poles)[:, None] * torch.view_as_complex(module.seq.B)
-    drive = (x + 0j) @ inputs.T
+    drive = (x + 0j) @ (inputs**module.seq.degree).T
     both = [states(decay.expand_as(drive), drive)]
     if module.seq.bidir:
         both.append(states(decay.expand_as(drive), drive.flip(1)).flip(1))
     return (torch.cat(both, -1) @ module.seq.C.T).real + module.seq.D * x
 
 
-@pytest.mark.parametrize("settings", [{}, {"bidir": True}, {"block_count": 2}, {"bcInit": "complex_normal"}])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"bidir": True}, {"block_count": 2}, {"bcInit": "complex_normal"}, {"degree": 2, "state_width": 12}],
+)
 def test_s5_is_its_recurrence(settings: dict[str, Any]) -> None:
     with promoted():
         (layer,) = trace(wide(s5_model(**settings)), ids(), progress=False).layers

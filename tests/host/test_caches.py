@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.nn import functional
 
 import unilinattn as ula
 from unilinattn.errors import InputError, UncoveredError
@@ -107,6 +108,49 @@ def test_a_cache_that_a_model_fills_while_it_reads_its_tokens_has_no_earlier_one
     assert result.completeness_gap is not None
     assert result.completeness_gap <= GAP
     torch.testing.assert_close(result.scores, expected.scores, rtol=GAP, atol=GAP)
+
+
+class Inside(nn.Module):
+    """A language model that mixes tokens in its own forward, by the keys of a cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.projections = nn.Embedding(64, 16), nn.ModuleList([nn.Linear(16, 48), nn.Linear(16, 48)])
+
+    def forward(self, input_ids: Tensor, past_key_values: Any) -> Tensor:
+        x = self.embedding(input_ids)
+        for number, project in enumerate(self.projections):
+            query, key, value = (part.unflatten(2, (2, 8)).transpose(1, 2) for part in project(x).chunk(3, -1))
+            key, value = past_key_values.update(key, value, number)
+            mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+            x = x + mixed.transpose(1, 2).flatten(2)
+        return x
+
+
+class Outside(nn.Module):
+    """A model that makes the cache of another one, and reads how many tokens are in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = Inside(), nn.Linear(16, 64)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        cache = transformers.DynamicCache()
+        x = self.inner(input_ids, past_key_values=cache)
+        result: Tensor = self.head(x) / cache.get_seq_length()
+        return result
+
+
+def test_a_cache_of_a_module_that_mixes_in_its_own_forward_is_filled_once() -> None:
+    torch.manual_seed(0)
+    model = Outside().double().eval()
+    # Each number of tokens is recorded once.
+    for ids in (IDS, torch.tensor([[1, 2, 3, 4, 5, 6, 7]])):
+        traced = ula.trace(model, ids, progress=False)
+        assert [layer.name for layer in traced.layers] == ["inner.region_0", "inner.region_1"]
+        torch.testing.assert_close(traced.output, model(ids), rtol=GAP, atol=GAP)
+        result = ula.explain(traced, method="logit", target=-1, progress=False)
+        assert result.completeness_gap is not None and result.completeness_gap <= GAP
 
 
 def test_a_cache_that_another_module_filled_is_refused_with_the_module_that_reads_it() -> None:

@@ -14,6 +14,8 @@ from transformers import (
     ByT5Tokenizer,
     CanineTokenizer,
     PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 
 import unilinattn as ula
@@ -199,3 +201,17 @@ def test_texts_that_are_none_are_refused() -> None:
         ula.explain(mamba(), ["Paris", "The \ud83d"], tokenizer=tokenizer())
     with pytest.raises(InputError, match="texts and a tuple; give one text for each sequence, or one pair"):
         ula.explain(mamba(), ["Paris", ("a", "b", "c")], tokenizer=tokenizer())
+
+
+@pytest.mark.parametrize("text", ["naïve 💩 Paris", "P", "unknown ü"])
+def test_each_layer_of_an_encoder_and_a_decoder_has_the_words_that_it_reads(text: str) -> None:
+    # A text of one token is as long as the start of the decoder.
+    config = T5Config(vocab_size=290, d_model=8, d_kv=4, d_ff=12, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    reader = tokenizer() if "unknown" not in text else cached("Unigram")
+    traced = ula.trace(T5ForConditionalGeneration(config).eval(), text, tokenizer=reader, progress=False)
+    assert traced.text is not None and traced.text.labels is not None
+    encoder, decoder, cross = (ula.explain(traced, method="raw", layers=[layer]) for layer in range(3))
+    for result in (encoder, cross):
+        assert result.tokens == (tuple(traced.text.labels[0]),)
+        assert "".join(result.words().tokens[0]).lstrip("▁") == text
+    assert (decoder.tokens, decoder.word_ids) == ((tuple(reader.convert_ids_to_tokens([0])),), None)

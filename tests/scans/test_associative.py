@@ -14,7 +14,7 @@ import unilinattn as ula
 from unilinattn.errors import UncoveredError
 from unilinattn.mixers import CoreMixer
 from unilinattn.operator.stages import Mix, walk
-from unilinattn.scans.associative import is_recurrence, linear_recurrence
+from unilinattn.scans.associative import diagonal, is_recurrence, linear_recurrence
 from unilinattn.testing import check_architecture, randomize
 from unilinattn.tracing.layer import Layer
 
@@ -150,7 +150,7 @@ def test_the_definition_is_the_scan_of_the_package(reverse: bool) -> None:
 
 
 def test_a_recurrence_in_bfloat16_is_told_from_other_operators() -> None:
-    pair = [torch.rand(9, 2, 3).bfloat16() for _ in range(2)]
+    pair = [torch.rand(9, 2, 300).bfloat16() for _ in range(2)]
     structure = tree_flatten(pair)[1]
     assert is_recurrence(combine, pair, structure) and is_recurrence(scripted, tuple(pair), tree_flatten((0, 0))[1])
     for operator in (
@@ -167,6 +167,11 @@ def test_a_growing_state_is_refused() -> None:
 
     with pytest.raises(UncoveredError, match="a linear recurrence with a decay of"):
         ula.trace(model(scan), ids(), progress=False)
+
+
+def test_a_decay_of_one_up_to_rounding_is_one() -> None:
+    decay = torch.full((1, 9, 4), 1 + 2 * torch.finfo(torch.float32).eps)
+    assert torch.equal(diagonal(decay, reverse=False).materialize(), torch.ones(9, 9).tril().expand(1, 4, 9, 9))
 
 
 def test_a_vanishing_decay_forgets() -> None:

@@ -93,10 +93,10 @@ def unregistered_mixers(
     """
     examined = _shortened(arguments, above)
     mixers: tuple[UnregisteredMixer, ...] | None = None
-    if 0 < _length(arguments) < FEWEST:
+    repeated = _repeated(examined)
+    if _shapes(repeated) != _shapes(examined):
         # Other arguments, such as a mask of pairs, may fit these tokens only.
         with suppress(Exception), checked_indices(model):
-            repeated = _repeated(arguments)
             mixers, examined = _searched(model, repeated, arguments, layers), repeated
     if mixers is None:
         with checked_indices(model):
@@ -328,13 +328,19 @@ def _shortened(arguments: Mapping[str, Any], above: int) -> Mapping[str, Any]:
 
 
 def _repeated(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the arguments with each of the tokens several times, `FEWEST` or more together."""
-    length = _length(arguments)
+    """Return the arguments with each token of fewer than `FEWEST` several times, `FEWEST` or more together.
+
+    A decoder, whose arguments begin with one word, may have fewer tokens than its encoder.
+    """
     lengths = {name: x.shape[1] for name, x in arguments.items() if isinstance(x, Tensor) and x.ndim in (2, 3)}
-    return {
-        name: x.repeat_interleave(-(-FEWEST // length), 1) if lengths.get(name) == length else x
-        for name, x in arguments.items()
-    }
+    streams = {name.removesuffix("input_ids"): lengths[name] for name in lengths if name.endswith("_input_ids")}
+
+    def times(name: str) -> int:
+        length = next((n for prefix, n in streams.items() if name.startswith(prefix)), _length(arguments))
+        return -(-FEWEST // length) if 0 < length == lengths.get(name) else 1
+
+    counts = {name: times(name) for name in arguments}
+    return {name: x if counts[name] == 1 else x.repeat_interleave(counts[name], 1) for name, x in arguments.items()}
 
 
 def _length(arguments: Mapping[str, Any]) -> int:

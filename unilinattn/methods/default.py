@@ -10,6 +10,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from unilinattn.errors import OptionError
+from unilinattn.host.inputs import is_encoder_decoder
 from unilinattn.methods.needs import REFUSALS, refusal_of
 from unilinattn.methods.targets import explained_options
 from unilinattn.mixers import Dense
@@ -18,7 +19,7 @@ from unilinattn.options import Alti, AttnLrp, Logit, Lrp, Options
 from unilinattn.registry import Method
 from unilinattn.registry import method as registered
 from unilinattn.results.attribution import Attribution
-from unilinattn.scoring.selection import stream_groups
+from unilinattn.scoring.selection import layers_in, stream_groups
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Target, Trace
 
@@ -60,7 +61,11 @@ def chosen_method(name: str | None, options: dict[str, Any], traced: Trace) -> t
 
 def _of_scalar(traced: Trace) -> Options:
     """Return the default method of a model whose explained number is known."""
-    return CAUSAL if _attends_causally(traced.layers) else OTHER
+    layers = traced.layers
+    if is_encoder_decoder(traced.host):
+        # The start of a decoder is a single token, which tells nothing beside the tokens of an encoder.
+        layers = tuple(layers_in(traced, traced.target_stream))
+    return CAUSAL if _attends_causally(layers) else OTHER
 
 
 def _attends_causally(layers: Sequence[Layer]) -> bool:

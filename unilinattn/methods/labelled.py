@@ -32,13 +32,12 @@ def with_labels(
     labels: dict[str, Any] = {}
     if "logit" in result.options and "query" not in result.dims:
         labels["logit_names"] = logit_names(trace, result.options["logit"], result.options.get("target"), tokenizer)
+    keys = result.streams.get("key") or _stream_of_layers(result, trace)
     if tokens is not None:
-        labels["tokens"] = labels_of_tokens(tokens, trace, result.streams.get("key", {}))
+        labels["tokens"] = labels_of_tokens(tokens, trace, keys)
         if result.streams and "query" in result.dims:
             labels["query_tokens"] = labels_of_tokens(tokens, trace, result.streams["query"])
-    if text is not None and len(result.streams.get("key", ())) > 1:
-        text = None  # Words are those of one of the streams.
-    if text is not None:
+    if text is not None and _are_of_text(keys, trace):
         labels |= {"word_ids": text.words, "offsets": text.offsets}
     if grid is not None:
         labels["grid"] = grid
@@ -46,6 +45,20 @@ def with_labels(
     if image is not None and grid in (None, image.grid):
         labels |= {"grid": image.grid, "patches": image.patches, "cls": image.cls}
     return replace(result, **labels) if labels else result
+
+
+def _stream_of_layers(result: Attribution, trace: Trace) -> dict[str, int]:
+    """Return the name and number of the tokens that a result's layers write, nothing if the model has one stream."""
+    written = {index for index, layer in enumerate(trace.layers) if layer.name in result.layers}
+    stream = next((stream for stream in trace.streams if written <= {*stream.layers}), None)
+    if len(trace.streams) == 1 or stream is None or stream.shape[1] != result.sizes["key"]:
+        return {}
+    return {stream.name: stream.shape[1]}
+
+
+def _are_of_text(streams: Mapping[str, int], trace: Trace) -> bool:
+    """Whether keys are the tokens of the trace's text, by the name and number of each stream; none are all tokens."""
+    return all(_ids_of_stream(trace, *stream) == "input_ids" for stream in streams.items())
 
 
 def labels_of_tokens(tokens: Any, trace: Trace, streams: Mapping[str, int] = MappingProxyType({})) -> list[list[str]]:
@@ -106,11 +119,26 @@ def _filled(rows: list[list[str]], trace: Trace) -> list[list[str]]:
 
 
 def _labels_of_stream(tokenizer: Any, trace: Trace, name: str, count: int) -> list[list[str]]:
-    """Return the texts of one stream's ids, which are an argument of its name or that of no other stream."""
-    batch = trace.layers[-1].output.shape[0]
+    """Return the texts of one stream's ids, else its numbers."""
+    ids = _ids_of_stream(trace, name, count)
+    if ids == "input_ids" and trace.text is not None and trace.text.tokenizer is tokenizer and trace.text.labels:
+        return trace.text.labels
+    if ids is not None:
+        return [labels_of_ids(tokenizer, row) for row in trace.arguments[ids].tolist()]
+    return [[f"{name} {index}" for index in range(count)] for _ in range(trace.layers[-1].output.shape[0])]
+
+
+def _ids_of_stream(trace: Trace, name: str, count: int) -> str | None:
+    """Return the argument with the ids of a stream's tokens: of its name, or of that of no other stream."""
+    shape = (trace.layers[-1].output.shape[0], count)
     others = [stream.name for stream in trace.streams if stream.name != name]
+    rivals = [stream for stream in trace.streams if stream.shape == shape]
     arguments = {key: ids for key, ids in trace.arguments.items() if key.endswith("input_ids") and is_ids(ids)}
     for key, ids in sorted(arguments.items(), key=lambda item: not item[0].startswith(name)):
-        if tuple(ids.shape) == (batch, count) and not any(key.startswith(other) for other in others):
-            return [labels_of_ids(tokenizer, row) for row in ids.tolist()]
-    return [[f"{name} {index}" for index in range(count)] for _ in range(batch)]
+        if tuple(ids.shape) != shape or any(key.startswith(other) for other in others):
+            continue
+        layers = [trace.layers[index] for stream in rivals if stream.name == name for index in stream.layers]
+        # Streams of equal numbers, such as patches and words, are told apart by a run with other ids.
+        if len(arguments) > 1 or len(rivals) < 2 or first_of_ids(trace.host, trace.arguments, layers) is not None:
+            return key
+    return None

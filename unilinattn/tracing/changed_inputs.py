@@ -14,7 +14,7 @@ from unilinattn.host.inputs import is_ids, real_tokens
 def changed_input(model: nn.Module, arguments: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return the arguments with another value of one: noise, or other codes where they mean no place of a token."""
     value = arguments[name]
-    changed = mapped(value, _perturbed)
+    changed = mapped(value, perturbed)
     if name.endswith("input_ids") and is_ids(value):
         # From padding a model may read which token it pools, and from other special ids where an image stands.
         special, real = (
@@ -27,12 +27,12 @@ def changed_input(model: nn.Module, arguments: Mapping[str, Any], name: str) -> 
     return {**arguments, name: changed}
 
 
-def _perturbed(t: Tensor) -> Tensor:
+def perturbed(t: Tensor) -> Tensor:
     """Return numbers with noise of their root mean square, or other codes of the same vocabulary."""
     if not t.is_floating_point() and not t.is_complex():
         return t if t.dtype == torch.bool else torch.where(t > 0, t - 1, t + 1)
     if t.is_complex():
-        return torch.complex(_perturbed(t.real), _perturbed(t.imag))
+        return torch.complex(perturbed(t.real), perturbed(t.imag))
     wide = t.to(torch.promote_types(t.dtype, torch.float32))
     size = wide.square().mean().sqrt()
     noise = torch.randn(t.shape, generator=torch.Generator().manual_seed(0), device="cpu").to(wide)

@@ -51,8 +51,8 @@ class Layer:
         seen: the records that the architecture's `capture` made during the call.
         stream: the host's residual stream before the layer, times the host's factor on it; None if none was found
             outside the module.
-        next_stream: the stream after the layer, without the output of another module in the same sum; None with
-            `stream`, and if the trace wrote its streams to files.
+        next_stream: the stream after the layer less other outputs in its sum; None with `stream` or if it is in files.
+        tower: the part of the model with its sequence, if another sequence has as many tokens; else empty.
         is_recorded: whether the operator was recorded from the module's functions; False before it is built.
         stream_dtype, precision: dtype of the host's stream, and the coarsest one that the host computed in.
     """
@@ -96,7 +96,7 @@ class Layer:
         self._prefix = None if prefix is None else replace(prefix, output=prefix.output.to(device, dtype))
         self._latest = None if prefix is None else latest
         self._error: float | None = None
-        self.is_recorded = False
+        self.is_recorded, self.tower = False, ""
 
     def __repr__(self) -> str:
         """Show path, kind and shapes."""

@@ -269,6 +269,9 @@ def _reads_only(ids: TokenIds, args: Any, kwargs: Any) -> bool:
 
 
 def _views(value: Tensor, ids: Tensor) -> bool:
+    if torch._C._functorch.is_functorch_wrapped_tensor(value):
+        # Inside `vmap` tensors have no storage.
+        return False
     if value.data_ptr() != ids.data_ptr() or value.numel() != ids.numel() or value.dtype != ids.dtype:
         return False
     return value.is_contiguous() if value.shape != ids.shape else value.stride() == ids.stride()

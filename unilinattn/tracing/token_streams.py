@@ -34,15 +34,16 @@ class TokenStream:
 def token_streams(layers: Sequence[Layer]) -> tuple[TokenStream, ...]:
     """Return the streams of a trace's layers, in order of their first layers.
 
-    Layers of different numbers of sequences or tokens write different streams. Of equal numbers they do if they lie in
-    different parts of the model, and a layer of one part reads as many tokens of another tensor than its input, as a
-    decoder does that is as long as its encoder.
+    Layers of different numbers of sequences or tokens write different streams. Of equal numbers they do if the trace
+    told their `Layer.tower` apart, or if they lie in different parts of the model, and a layer of one part reads as
+    many tokens of another tensor than its input, as a decoder does that is as long as its encoder.
     """
     groups: dict[tuple[object, ...], list[int]] = {}
     crossed = {tuple(layer.output.shape[:2]) for layer in layers if _reads_as_many_others(layer, layers)}
     for index, layer in enumerate(layers):
         shape = tuple(layer.output.shape[:2])
-        groups.setdefault((shape, tower_of(layer.name)) if shape in crossed else (shape,), []).append(index)
+        tower = tower_of(layer.name) if shape in crossed else layer.tower
+        groups.setdefault((shape, tower), []).append(index)
     names = _names([[layers[index].name for index in group] for group in groups.values()])
     streams = zip(names, groups.items(), strict=True)
     return tuple(TokenStream(name, key[0], tuple(group)) for name, (key, group) in streams)  # type: ignore[arg-type]

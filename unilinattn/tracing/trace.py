@@ -40,6 +40,7 @@ from unilinattn.tracing.padding import masks_of_streams, warn_of_leaks, warn_of_
 from unilinattn.tracing.recording import covered_run, depends_on_draws
 from unilinattn.tracing.streaming import run_in_pieces
 from unilinattn.tracing.token_streams import TokenStream, stream_written, token_streams
+from unilinattn.tracing.towers import separate_towers
 
 _version = cache(version)
 """Versions of packages: reading their metadata takes milliseconds."""
@@ -100,8 +101,11 @@ class Trace:
     def image_tokens(self) -> ImageTokens | None:
         """Places of an image's patches and class tokens in the sequence, None for other inputs or if unknown.
 
-        Known for the vision models of `registry.register_image_tokens`.
+        Known for the vision models of `registry.register_image_tokens`, unless another sequence has as many tokens.
         """
+        shapes = [stream.shape for stream in self.streams]
+        if len({*shapes}) < len(shapes):
+            return None
         return image_tokens(self.host, self.arguments, {layer.output.shape[1] for layer in self.layers})
 
     @property
@@ -297,11 +301,13 @@ def trace(
         warn_of_leaks(arguments, recorder.layers)
         builder = LayerBuilder(model, arguments, dtype, masks_of_streams(model, arguments, recorder.layers))
         layers, steps = builder.build_steps(recorder.layers)
+        is_whole = stream_to is None and not may_be_long(arguments, substitute_above)
+        if is_whole:
+            separate_towers(model, arguments, layers)
         warn_of_recorded_leaks(arguments, layers)
         mask, weights = builder.mask, builder.weights
         traced = Trace(model, arguments, output, layers, steps, mask, weights, recorder.opaque, text)
         traced.products, traced.draws = recorder.products, drawn_from(states, model)
-        is_whole = stream_to is None and not may_be_long(arguments, substitute_above)
         if traced.draws is not None and is_whole and not depends_on_draws(model, arguments, traced.draws):
             traced.draws = None
         if is_whole:
