@@ -91,6 +91,19 @@ def test_a_part_continues_the_sequence_before_another_one() -> None:
     assert len(result.streams["key"]) == 2
 
 
+def test_the_numbers_that_a_part_draws_are_no_tokens_of_an_earlier_one() -> None:
+    class Noisy(Parts):
+        def forward(
+            self, input_ids: Tensor, pixels: Tensor | None = None, attention_mask: Tensor | None = None
+        ) -> Tensor:
+            assert pixels is not None
+            return super().forward(input_ids, pixels + torch.randn_like(pixels), attention_mask)
+
+    inputs = {"input_ids": IDS, "pixels": torch.randn(2, WORDS, 3)}
+    traced = ula.trace(Noisy().eval(), inputs, progress=False)
+    assert [layer.tower for layer in traced.layers] == ["first"] * 2 + ["second"] * 2 + ["first"] * 2
+
+
 def test_a_part_that_reads_some_tokens_of_each_earlier_one_has_another_sequence() -> None:
     ids = torch.tensor([[1, PATCH, PATCH, 4, 5]])
     traced = ula.trace(parts(), {"input_ids": ids, "pixels": torch.randn(1, WORDS, 3)}, progress=False)

@@ -334,9 +334,10 @@ def _repeated(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
     """
     lengths = {name: x.shape[1] for name, x in arguments.items() if isinstance(x, Tensor) and x.ndim in (2, 3)}
     streams = {name.removesuffix("input_ids"): lengths[name] for name in lengths if name.endswith("_input_ids")}
+    first = _length({name: x for name, x in arguments.items() if not name.startswith(tuple(streams))})
 
     def times(name: str) -> int:
-        length = next((n for prefix, n in streams.items() if name.startswith(prefix)), _length(arguments))
+        length = next((n for prefix, n in streams.items() if name.startswith(prefix)), first)
         return -(-FEWEST // length) if 0 < length == lengths.get(name) else 1
 
     counts = {name: times(name) for name in arguments}

@@ -18,12 +18,13 @@ from unilinattn.tracing.tokens import first_of_ids
 
 
 @runs_in_gradient_mode(False)
-def separate_towers(model: nn.Module, arguments: Mapping[str, Any], layers: Sequence[Layer]) -> None:
+def separate_towers(model: nn.Module, arguments: Mapping[str, Any], layers: Sequence[Layer], seed: Tensor) -> None:
     """Set the towers of layers, and leave the padding mask to the tower whose tokens are those of the ids.
 
     Layers in another part of the model than earlier ones of as many tokens continue their sequence if a change of the
     vectors that these write at every token changes each token that the later layers read: one run for each such part.
-    Models with one part for each number of tokens are not run.
+    Models with one part for each number of tokens are not run. `seed` is the state of the random number generator
+    before the run of the layers.
     """
     for shape in dict.fromkeys(tuple(layer.output.shape[:2]) for layer in layers):
         alike = [layer for layer in layers if tuple(layer.output.shape[:2]) == shape]
@@ -33,7 +34,7 @@ def separate_towers(model: nn.Module, arguments: Mapping[str, Any], layers: Sequ
         for layer in alike:
             part = tower_of(layer.name)
             if part not in sequences:
-                earlier = (name for name, last in latest.items() if _continues(model, arguments, last, layer))
+                earlier = (name for name, last in latest.items() if _continues(model, arguments, last, layer, seed))
                 sequences[part] = next(earlier, part)
             latest[sequences[part]] = layer
         if len(latest) > 1:
@@ -42,10 +43,10 @@ def separate_towers(model: nn.Module, arguments: Mapping[str, Any], layers: Sequ
             _leave_mask(model, arguments, alike)
 
 
-def _continues(model: nn.Module, arguments: Mapping[str, Any], earlier: Layer, later: Layer) -> bool:
+def _continues(model: nn.Module, arguments: Mapping[str, Any], earlier: Layer, later: Layer, seed: Tensor) -> bool:
     """Whether each real token that a layer reads moves with those that another one wrote."""
     change = _Change(model, earlier, later)
-    run(model, lambda: call_host(model, arguments), observer=change.attached(), seed=torch.get_rng_state())
+    run(model, lambda: call_host(model, arguments), observer=change.attached(), seed=seed)
     if change.moved is None:
         return True
     if later.mask is None or later.mask.shape != change.moved.shape:

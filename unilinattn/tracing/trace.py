@@ -303,7 +303,7 @@ def trace(
         layers, steps = builder.build_steps(recorder.layers)
         is_whole = stream_to is None and not may_be_long(arguments, substitute_above)
         if is_whole:
-            separate_towers(model, arguments, layers)
+            separate_towers(model, arguments, layers, seed)
         warn_of_recorded_leaks(arguments, layers)
         mask, weights = builder.mask, builder.weights
         traced = Trace(model, arguments, output, layers, steps, mask, weights, recorder.opaque, text)
