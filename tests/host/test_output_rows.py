@@ -98,9 +98,9 @@ def test_a_tensor_with_a_logit_for_each_id_has_logits(wrap: Callable[[Tensor], A
         ),
         (
             lambda logits: (logits[:1], None),
-            r"have 2 sequences of 5 tokens.* such as lambda out: out\[0\]\[:, 0, 1\]",
+            r"have 2 sequences of 5 tokens.* such as lambda out: out\[0\]\[:, -1, 0\]",
         ),
-        (lambda logits: logits[:1], r"such as lambda out: out\[:, 0, 1\]"),
+        (lambda logits: logits[:1], r"such as lambda out: out\[:, -1, 0\]"),
     ],
 )
 def test_another_tensor_has_no_logits_and_the_error_names_its_shape(

@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from unilinattn.errors import InputError
+from unilinattn.host.vectors import example
 from unilinattn.options.bases import Relative
 
 KEEP = "logits_to_keep"
@@ -82,8 +83,6 @@ def logits_of(
     Raises `InputError` for an output without logits, and if they are those of other sequences or positions.
     """
     logits, named, plain = logits_in(output, sizes), _entry(output), _only_tensor(output)
-    entry = "out.last_hidden_state" if named is None and isinstance(output, Mapping) else "out"
-    entry = "out[0]" if isinstance(output, (tuple, list)) else entry
     if logits is None:
         state = f"logits of shape {tuple(named.shape)}" if isinstance(named, Tensor) else "no logits"
         reason = (
@@ -93,8 +92,7 @@ def logits_of(
             else ""
         )
         raise InputError(
-            f"{model} returns {state}; give `logit` as a function of its output, such as lambda out: {entry}[:, -1, 0]."
-            + reason
+            f"{model} returns {state}; give `logit` as a function of its output, such as {example(output)}." + reason
         )
     if tokens is None:
         return logits
@@ -103,7 +101,7 @@ def logits_of(
         raise InputError(
             f"{model} returns logits of shape {tuple(logits.shape)}, and its layers have {tokens[0]} sequences of "
             f"{tokens[1]} tokens, so a target does not name a row of logits; give `logit` as a function of its output, "
-            f"such as lambda out: {entry if named is None else 'out.logits'}[:, 0, 1]."
+            f"such as {example(output)}."
         )
     return logits
 

@@ -1,7 +1,7 @@
 """Scalars of outputs in which a target names no logits: the length of a vector, and a row of logits of other things."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,13 +10,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from unilinattn.host.logits import Logit, chosen_ids, logits_in, one_each, picked, relative
+from unilinattn.host.vectors import Path, at_path, expression
 from unilinattn.options.bases import VECTOR_OF_TOKEN
-
-NAMES = ("logits", "last_hidden_state")
-"""Entries of an output that are its vectors, if it has one of them."""
-
-Path = tuple[str | int, ...]
-"""The keys and indices that lead to a tensor in an output."""
 
 
 class OutputScalar(ABC):
@@ -71,9 +66,9 @@ class VectorLength(OutputScalar):
 
     def __repr__(self) -> str:
         if self.of_tokens:
-            return f"{VECTOR_OF_TOKEN} in {_named(self.path)}"
+            return f"{VECTOR_OF_TOKEN} in {expression(self.path)}"
         rows = "" if self.rows is None else f"row {', '.join(map(str, dict.fromkeys(self.rows)))} of "
-        return f"the length of {rows}{_named(self.path)}"
+        return f"the length of {rows}{expression(self.path)}"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -135,46 +130,3 @@ def values_of(function: Any, output: Any, sequences: Int[Tensor, " run"]) -> Flo
     """Return the number of a function of the output for each row, of which `sequences` are the traced sequences."""
     value = function.of(output, sequences) if isinstance(function, OutputScalar) else function(output)
     return one_each(value, len(sequences))
-
-
-def vectors_in(output: Any, tokens: tuple[int, ...] | None = None) -> tuple[Path, Tensor] | None:
-    """Return the vectors that a model returns, and where: an entry of `NAMES`, or else the first tensor of numbers.
-
-    Of a list of feature maps the last is taken. Of the outputs of several towers inside of an output it is the last one
-    with vectors of `tokens`, (batch, length), if there is one. None for an output without numbers.
-    """
-    if isinstance(output, Tensor):
-        return ((), output) if output.is_floating_point() and output.ndim else None
-    candidates = _candidates(output)
-    first = next(candidates, None)
-    if first is None or not isinstance(first[0][-1], str) or len(first[0]) == 1:
-        return first
-    of_tokens = [each for each in (first, *candidates) if each[1].ndim == 3 and tuple(each[1].shape[:2]) == tokens]
-    return of_tokens[-1] if of_tokens else first
-
-
-def _candidates(output: Any) -> Iterator[tuple[Path, Tensor]]:
-    """Yield the vectors of each entry of an output in order, only those of `NAMES` if there are any."""
-    if isinstance(output, Mapping):
-        names = [name for name in NAMES if isinstance(output.get(name), Tensor)]
-        entries: Sequence[tuple[Any, Any]] = [(name, output[name]) for name in names or output if "loss" not in name]
-    else:
-        entries = list(enumerate(output)) if type(output) in (tuple, list) else []
-    for key, value in entries:
-        if type(value) in (tuple, list) and value and isinstance(value[-1], Tensor):
-            key, value = (key, -1), value[-1]
-        inner = vectors_in(value)
-        if inner is not None:
-            yield (*(key if isinstance(key, tuple) else (key,)), *inner[0]), inner[1]
-
-
-def at_path(output: Any, path: Path) -> Tensor:
-    """Return a tensor of an output by the keys and indices that lead to it."""
-    for key in path:
-        output = output[key] if not isinstance(key, str) or isinstance(output, Mapping) else getattr(output, key)
-    return output
-
-
-def _named(path: Path) -> str:
-    """Return a path as an expression, such as `out.last_hidden_state`."""
-    return "out" + "".join(f".{key}" if isinstance(key, str) else f"[{key}]" for key in path)

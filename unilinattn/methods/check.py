@@ -11,6 +11,7 @@ from torch import Tensor
 from unilinattn.errors import InputError, OptionError
 from unilinattn.host.logits import Logit, chosen_ids, picked, relative
 from unilinattn.host.scalars import OutputScalar, values_of
+from unilinattn.host.vectors import example
 from unilinattn.kernels.precision import full_precision
 from unilinattn.methods.doubts import is_decoder
 from unilinattn.options.bases import Relative
@@ -163,7 +164,7 @@ def _require_value(explained: Explained) -> None:
     if not traced.explained_logit.exists:
         raise InputError(
             f"{traced.model} returns no logits, so there is no value whose fall a check could measure; explain a "
-            'function of its output: method="logit", logit=lambda out: out.last_hidden_state[:, -1, 0].'
+            f'function of its output: method="logit", logit={example(traced.output)}.'
         )
     if explained.target is None and traced.explained_logit.logits.ndim == 3:
         raise InputError("a check needs the logit of one position; explain with a target, such as target=-1.")

@@ -11,8 +11,9 @@ from unilinattn.errors import InputError
 from unilinattn.host.inputs import is_encoder_decoder
 from unilinattn.host.labels import token_text
 from unilinattn.host.logits import chosen_ids, keeps_logits, positions_of
-from unilinattn.host.scalars import RowLogit, VectorLength, vectors_in
+from unilinattn.host.scalars import RowLogit, VectorLength
 from unilinattn.host.text import token_id
+from unilinattn.host.vectors import vectors_in
 from unilinattn.options.base import Need
 from unilinattn.registry import Method
 from unilinattn.tracing.trace import Target, Trace

@@ -15,7 +15,7 @@ from unilinattn.host.inputs import call_host, ids_name, is_ids
 from unilinattn.host.isolation import runs_in_gradient_mode
 from unilinattn.host.logits import logits_in
 from unilinattn.host.run import run
-from unilinattn.host.scalars import vectors_in
+from unilinattn.host.vectors import vectors_in
 from unilinattn.tracing.changed_inputs import changed_input, has_numbers, mixed_channels
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.lookups import Lookups
