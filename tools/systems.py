@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import unilinattn
-from tools import markers, systems_images, systems_layers, systems_text, systems_torch
+from tools import markers, systems_diffusers, systems_images, systems_layers, systems_text, systems_torch
 from tools.sweep_pages import OUTCOMES
 from tools.sweep_run import GAP, difference, failed, run
 from tools.systems_models import SYSTEMS, System, names
@@ -29,7 +29,7 @@ from unilinattn.evaluation.checkpoints import quiet_hosts
 from unilinattn.testing.hosts import randomize
 from unilinattn.testing.promote import promoted
 
-BUILDERS = (systems_torch, systems_images, systems_text, systems_layers)
+BUILDERS = (systems_torch, systems_images, systems_diffusers, systems_text, systems_layers)
 """The modules that register models."""
 
 PAGE, RECORD, SECTION = Path("docs/systems.md"), Path("docs/systems.json"), "systems"

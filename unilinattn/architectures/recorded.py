@@ -1,7 +1,8 @@
 """Modules without an adapter: their operator is read from the functions of torch that they call."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from itertools import takewhile
@@ -104,13 +105,28 @@ def recorded(call: Call) -> Flow:
 
 
 def recorded_stages(call: Call) -> Flow:
-    """Return the stages of a module, which need not mix tokens."""
+    """Return the stages of a module, which need not mix tokens.
+
+    A vector of each sequence, such as that of a time, is a factor, or one token if it is added to values.
+    """
+    try:
+        return _stages(call, ())
+    except UncoveredError:
+        vectors = [name for name, value in unlisted(call.arguments).items() if _is_vector(value, call)]
+        with suppress(UncoveredError):
+            if vectors:
+                return _stages(call, vectors)
+        raise
+
+
+def _stages(call: Call, single: Collection[str]) -> Flow:
+    """Return the stages of a module, of which the arguments `single` have one vector of each sequence."""
     module, arguments = _promoted(call)
     is_live = call.input.requires_grad
     by_name = unlisted(arguments)
     entered = next((v for v in by_name.values() if _has_tokens(v) and v.numel() == call.input.numel()), None)
     axes = 3 if entered is None else entered.ndim
-    streams = {name: value for name, value in by_name.items() if _is_stream(value, axes)}
+    streams = {name: value for name, value in by_name.items() if _is_stream(value, axes) or name in single}
     fitting = [name for name, value in streams.items() if value.numel() == call.input.numel()]
     if not fitting:
         raise UncoveredError(f"{_named(call)}: none of its arguments is (batch, token, channel).")
@@ -243,9 +259,11 @@ def _main(returned: Any) -> Tensor | None:
 
 def _vectors(call: Call, inputs: Mapping[str, Tensor], port: str, *, transposed: bool) -> Tensor:
     """Return the vectors of a port, (batch, token, channel)."""
-    return (
-        call.input if port == "x" else _as_tokens(inputs[port].detach(), transposed=transposed, axis=call.axes.inputs)
-    )
+    if port == "x":
+        return call.input
+    if inputs[port].ndim == 2 < call.input.ndim and len(inputs[port]) == len(call.input):
+        return inputs[port].detach()[:, None]
+    return _as_tokens(inputs[port].detach(), transposed=transposed, axis=call.axes.inputs)
 
 
 def _output(call: Call, output: Tensor, *, transposed: bool) -> Tensor:
@@ -322,6 +340,12 @@ def _has_tokens(value: Any) -> bool:
 
 def _is_stream(value: Any, axes: int) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.ndim == axes
+
+
+def _is_vector(value: Any, call: Call) -> bool:
+    """Tell whether an argument has one vector of each sequence of a call, whose input has several."""
+    rows = len(call.input)
+    return isinstance(value, Tensor) and value.is_floating_point() and value.ndim == 2 and len(value) == rows
 
 
 def _named(call: Call) -> str:

@@ -116,6 +116,9 @@ def in_shape(vectors: Float[Tensor, "batch token channel"], shape: torch.Size, a
 
 def as_read(x: Tensor, shape: torch.Size, axis: int = -1) -> Float[Tensor, "batch token channel"]:
     """Return a host's tensor as vectors of tokens, (batch, token, channel) = `shape`."""
+    if axis == 1 and x.shape == shape and shape[1] == 1:
+        # One vector of each sequence, beside maps.
+        return x
     if axis == 1:
         return x.flatten(2).transpose(1, 2)
     if x.shape == shape:

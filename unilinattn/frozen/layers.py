@@ -178,6 +178,8 @@ def _as_port(layer: Layer, value: Tensor, recorded: Tensor) -> Tensor:
 
 def _is_in_order(layer: Layer, value: Tensor, recorded: Tensor) -> bool:
     """Tell whether an argument has the axes of a layer's input: channels second, or tokens before sequences."""
+    if value.ndim == 2:
+        return False
     return layer.axes.inputs == 1 or (value.ndim == 3 and value.shape[:2] == recorded.shape[:2][::-1])
 
 
