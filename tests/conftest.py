@@ -68,10 +68,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     # Modules of tests that run kernels have imported Triton by now.
     quicken()
-    # The garbage collector would look through all imported modules and collected tests, which takes half a second, and
-    # with its defaults through new objects so often that it takes an eighth of the time.
+    # The garbage collector would look through all imported modules and collected tests, which takes half a second.
     gc.freeze()
-    gc.set_threshold(50_000, 20, 20)
 
 
 for name, examples in (("quick", 6), ("thorough", 12)):
