@@ -46,6 +46,9 @@ from unilinattn.registry import list_architectures
 FEWEST = 8
 """Fewest tokens of a search, which perturbs a random half of them: two of fewer tokens are too often in one half."""
 
+DECODER = "decoder_"
+"""The word with which the arguments of a decoder begin."""
+
 Shapes = Mapping[str, tuple[int, ...]]
 """Shapes of a call's tensors, by argument."""
 
@@ -330,14 +333,13 @@ def _shortened(arguments: Mapping[str, Any], above: int) -> Mapping[str, Any]:
 def _repeated(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the arguments with each token of fewer than `FEWEST` several times, `FEWEST` or more together.
 
-    A decoder, whose arguments begin with one word, may have fewer tokens than its encoder.
+    A decoder may have fewer tokens than its encoder, such as its start alone.
     """
     lengths = {name: x.shape[1] for name, x in arguments.items() if isinstance(x, Tensor) and x.ndim in (2, 3)}
-    streams = {name.removesuffix("input_ids"): lengths[name] for name in lengths if name.endswith("_input_ids")}
-    first = _length({name: x for name, x in arguments.items() if not name.startswith(tuple(streams))})
+    first = _length({name: x for name, x in arguments.items() if not name.startswith(DECODER)})
 
     def times(name: str) -> int:
-        length = next((n for prefix, n in streams.items() if name.startswith(prefix)), first)
+        length = lengths.get(f"{DECODER}input_ids", first) if name.startswith(DECODER) else first
         return -(-FEWEST // length) if 0 < length == lengths.get(name) else 1
 
     counts = {name: times(name) for name in arguments}
