@@ -33,11 +33,6 @@ class SubnormalOperands(TorchDispatchMode):
         self.operands = 0
         self.found: Counter[str] = Counter()
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Leave out what torch does around each operation for a compiler, which takes longer than the operation."""
-        return False
-
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # torch's
         """Count before the product runs, because it may write to an operand."""
         name = func._overloadpacket.__name__

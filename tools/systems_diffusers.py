@@ -10,6 +10,10 @@ NOISE, TEXT = (1, 4, 8, 8), (1, 9, 16)
 
 ATTENTION = dict(num_attention_heads=2, attention_head_dim=8)
 
+UNET = dict(
+    sample_size=8, in_channels=4, out_channels=4, block_out_channels=(16, 32), layers_per_block=1, norm_num_groups=4
+)
+
 
 def _conditioned(width: int = 16) -> dict[str, Tensor]:
     return {"timestep": torch.tensor([500]), "encoder_hidden_states": torch.randn(1, 9, width)}
@@ -94,16 +98,11 @@ def unet() -> Built:
     from diffusers import UNet2DConditionModel
 
     model = UNet2DConditionModel(
-        sample_size=8,
-        in_channels=4,
-        out_channels=4,
+        **UNET,
         down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
         up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-        block_out_channels=(16, 32),
-        layers_per_block=1,
         cross_attention_dim=16,
         attention_head_dim=4,
-        norm_num_groups=4,
     )
     return model, {"sample": torch.randn(NOISE), **_conditioned()}
 
@@ -114,14 +113,9 @@ def unconditional_unet() -> Built:
     from diffusers import UNet2DModel
 
     model = UNet2DModel(
-        sample_size=8,
-        in_channels=4,
-        out_channels=4,
+        **UNET,
         down_block_types=("DownBlock2D", "AttnDownBlock2D"),
         up_block_types=("AttnUpBlock2D", "UpBlock2D"),
-        block_out_channels=(16, 32),
-        layers_per_block=1,
         attention_head_dim=8,
-        norm_num_groups=4,
     )
     return model, {"sample": torch.randn(NOISE), "timestep": torch.tensor([500])}

@@ -107,7 +107,8 @@ def recorded(call: Call) -> Flow:
 def recorded_stages(call: Call) -> Flow:
     """Return the stages of a module, which need not mix tokens.
 
-    A vector of each sequence, such as that of a time, is a factor, or one token if it is added to values.
+    A vector of each sequence, such as that of a time, is a factor. It is one token where it cannot be, as where the
+    module adds it to values.
     """
     try:
         return _stages(call, ())

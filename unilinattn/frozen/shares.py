@@ -291,15 +291,16 @@ def doubt_of(
                 f"{float(shares.value.abs().max()):.1e}, as the channels behind a norm do, whatever the input. Explain "
                 "one that depends on the tokens"
             )
-        message = f"shares and biases miss the logit by {error:.1e} of their size, and {accepted:.0e} is accepted. "
-        if (name := culprit()) is None and len(shares.value) > 1:
-            return message + (
-                "Every module is affine in the frozen run, but the logit of a sequence may read the others, as the "
-                "similarities of all images and all texts do; explain one sequence at a time"
-            )
-        return message + (
-            f"The first module that is not affine in the frozen run: {name or 'none'}. A compiled function or a custom "
-            "autograd function hides its computation; use the module's plain code"
+        name, several = culprit(), len(shares.value) > 1
+        crossed = (
+            "The logit of a sequence may read the others, as the similarities of all images and all texts do; explain "
+            "one sequence at a time. Or a"
+        )
+        return (
+            f"shares and biases miss the logit by {error:.1e} of their size, and {accepted:.0e} is accepted. The first "
+            f"module that is not affine in the frozen run: {name or 'none'}. "
+            f"{crossed if several and name is None else 'A'} compiled function or a custom autograd function hides its "
+            "computation; use the module's plain code"
         )
     # A difference of logits may be near zero while its shares are as exact as those of each: its terms are its scale.
     scale = shares.terms.maximum(shares.value.abs()).clamp_min(tiny)

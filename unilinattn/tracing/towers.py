@@ -1,9 +1,11 @@
 """Parts of a model with equal numbers of tokens: of one sequence, as stages are, or of two, as patches and words."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor, nn
 
 from unilinattn.call.nested import mapped, tensors
@@ -11,15 +13,14 @@ from unilinattn.host.inputs import call_host, ids_name
 from unilinattn.host.isolation import runs_in_gradient_mode
 from unilinattn.host.observer import Inputs, Observer
 from unilinattn.host.run import run
-from unilinattn.tracing.changed_inputs import perturbed
+from unilinattn.tracing.changed_inputs import changed_input, perturbed
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.token_streams import tower_of
-from unilinattn.tracing.tokens import first_of_ids
 
 
 @runs_in_gradient_mode(False)
 def separate_towers(model: nn.Module, arguments: Mapping[str, Any], layers: Sequence[Layer], seed: Tensor) -> None:
-    """Set the towers of layers, and leave the padding mask to the tower whose tokens are those of the ids.
+    """Set the towers of layers, and leave the padding mask to those whose tokens move with the ids.
 
     Layers in another part of the model than earlier ones of as many tokens continue their sequence if a change of the
     vectors that these write at every token changes each token that the later layers read: one run for each such part.
@@ -40,41 +41,57 @@ def separate_towers(model: nn.Module, arguments: Mapping[str, Any], layers: Sequ
         if len(latest) > 1:
             for layer in alike:
                 layer.tower = sequences[tower_of(layer.name)]
-            _leave_mask(model, arguments, alike)
+            _leave_mask(model, arguments, alike, seed)
 
 
 def _continues(model: nn.Module, arguments: Mapping[str, Any], earlier: Layer, later: Layer, seed: Tensor) -> bool:
     """Whether each real token that a layer reads moves with those that another one wrote."""
-    change = _Change(model, earlier, later)
-    run(model, lambda: call_host(model, arguments), observer=change.attached(), seed=seed)
-    if change.moved is None:
+    moved = _moved(model, arguments, later, seed, earlier)
+    if moved is None:
         return True
-    if later.mask is None or later.mask.shape != change.moved.shape:
-        return bool(change.moved.all())
-    return bool(change.moved[later.mask.to(change.moved.device)].all())
+    # A layer may read another number of tokens than it writes.
+    if later.mask is not None and later.mask.shape == moved.shape:
+        moved = moved[later.mask.to(moved.device)]
+    return bool(moved.all())
 
 
-def _leave_mask(model: nn.Module, arguments: Mapping[str, Any], layers: Sequence[Layer]) -> None:
-    """Remove the mask of the layers of a sequence whose vectors are not those of the ids."""
-    if ids_name(arguments) is None or all(layer.mask is None for layer in layers):
+def _leave_mask(model: nn.Module, arguments: Mapping[str, Any], layers: Sequence[Layer], seed: Tensor) -> None:
+    """Remove the mask of the layers of each sequence of which no token moves with the ids."""
+    name = ids_name(arguments)
+    if name is None or all(layer.mask is None for layer in layers):
         return
-    for tower in dict.fromkeys(layer.tower for layer in layers):
-        members = [layer for layer in layers if layer.tower == tower]
-        if first_of_ids(model, arguments, members) is None:
-            for layer in members:
+    others = changed_input(model, arguments, name)
+    first = {layer.tower: layer for layer in reversed(layers)}
+    # The model may accept no other ids.
+    with suppress(Exception):
+        moved = {tower: _moved(model, others, layer, seed) for tower, layer in first.items()}
+        for layer in layers:
+            if (tokens := moved[layer.tower]) is not None and not bool(tokens.any()):
                 layer.mask = None
 
 
+def _moved(
+    model: nn.Module, arguments: Mapping[str, Any], layer: Layer, seed: Tensor, changed: Layer | None = None
+) -> Bool[Tensor, "batch token"] | None:
+    """Return which tokens that a layer reads are others than those of the trace, in a run on some arguments.
+
+    The vectors that `changed` returns in that run are others too. None if the layer's input is not found.
+    """
+    change = _Change(model, changed, layer)
+    run(model, lambda: call_host(model, arguments), observer=change.attached(), seed=seed)
+    return change.moved
+
+
 class _Change(Observer[str]):
-    """Changes the output of a layer's module, and notes which tokens of the first input of another one then move.
+    """Changes the output of a layer's module, if one is given, and notes which tokens of another one's input move.
 
     Attributes:
         moved: these tokens (batch, token), None if the input is not found.
     """
 
-    def __init__(self, model: nn.Module, earlier: Layer, later: Layer) -> None:
+    def __init__(self, model: nn.Module, earlier: Layer | None, later: Layer) -> None:
         super().__init__(model)
-        self.moved: Tensor | None = None
+        self.moved: Bool[Tensor, "batch token"] | None = None
         self._earlier, self._later = earlier, later
 
     def frame(self, path: str, module: nn.Module, inputs: Inputs) -> str:
@@ -93,7 +110,7 @@ class _Change(Observer[str]):
 
     def leaving(self, frame: str, module: nn.Module, inputs: Inputs, output: Any) -> Any:
         """Change the vectors that the earlier layer returns."""
-        if frame != self._earlier.name.partition("#")[0]:
+        if self._earlier is None or frame != self._earlier.name.partition("#")[0]:
             return None
         shape = self._earlier.output_shape
         return mapped(output, lambda t: perturbed(t) if t.shape == shape and t.is_floating_point() else t)
