@@ -41,8 +41,8 @@ def test_the_error_of_a_dual_encoder_names_a_function_that_works() -> None:
     config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)
     model = randomize(transformers.CLIPModel(config).eval())
     inputs = {"input_ids": torch.tensor([[1, 5, 7, 2]]), "pixel_values": torch.randn(1, 3, 8, 8)}
-    function = "lambda out: out.logits_per_image[:, 0]"
+    function = "lambda out: out.logits_per_image.diagonal()"
     with pytest.raises(InputError, match=re.escape(function)):
-        ula.explain(model, inputs, method="gradient", target=-1, progress=False)
+        ula.explain(model, inputs, method="gradient", logit=0, target=-1, progress=False)
     result = ula.explain(model, inputs, method="gradient", logit=eval(function), target=-1, progress=False)
     assert result.scores.shape == (1, 9)

@@ -308,8 +308,8 @@ def test_the_towers_of_a_dual_encoder_do_not_mix() -> None:
     vision = dict(**width, image_size=6, patch_size=3)
     model = randomize(CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)).eval())
     images = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(0))
-    result = ula.explain(model, {"input_ids": draw(2, 7), "pixel_values": images})
-    assert result.method == "alti" and result.streams["key"] == {"vision_model": 5, "text_model": 7}
+    result = ula.explain(model, {"input_ids": draw(2, 7), "pixel_values": images}, method="alti", compose="rollout")
+    assert result.streams["key"] == {"vision_model": 5, "text_model": 7}
     assert torch.allclose(result.scores.sum(-1), torch.ones(2, 12))
     assert not bool(result.select(queries="vision_model", keys="text_model").scores.any())
     assert bool((result.select(queries="vision_model", keys="vision_model").scores > 0).any())

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import unilinattn as ula
 from tests.texts import tokenizer
 from unilinattn.errors import ExactnessError
+from unilinattn.frozen.run import frozen
 from unilinattn.testing import randomize
 
 WIDTH, WORDS, PATCH = 16, 5, 30
@@ -123,9 +124,9 @@ def test_patches_as_many_as_words_are_other_tokens(method: str) -> None:
 
 def test_similarities_of_several_pairs_are_refused_with_the_cause() -> None:
     # A row of the similarities of all images and all texts reads the texts of other pairs.
-    inputs = {"input_ids": IDS, "pixel_values": images()}
+    traced = ula.trace(clip(), {"input_ids": IDS, "pixel_values": images()}, progress=False)
     with pytest.raises(ExactnessError, match=r"of a sequence may read the others.* explain one sequence at a time"):
-        ula.explain(clip(), inputs, method="logit", target=-1, progress=False)
+        frozen(traced).complete_shares(-1, lambda out: out.logits_per_image[:, 0])
 
 
 def test_a_mask_of_words_is_none_of_patches() -> None:

@@ -1,4 +1,4 @@
-"""Scalars of outputs in which a target names no logits: the length of a vector, and a row of logits of other things."""
+"""Scalars of outputs in which a target names no logits: lengths, similarities, and rows of logits of other things."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection
@@ -69,6 +69,31 @@ class VectorLength(OutputScalar):
             return f"{VECTOR_OF_TOKEN} in {expression(self.path)}"
         rows = "" if self.rows is None else f"row {', '.join(map(str, dict.fromkeys(self.rows)))} of "
         return f"the length of {rows}{expression(self.path)}"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PairSimilarity(OutputScalar):
+    """The similarity of the two inputs of each sequence, such as an image and a text: the diagonal of a table.
+
+    Attributes:
+        path: where the table is in the output.
+        pairs: the number of traced sequences.
+    """
+
+    path: Path
+    pairs: int
+
+    @property
+    def count(self) -> int:
+        """The number of traced sequences."""
+        return self.pairs
+
+    def of(self, output: Any, sequences: Int[Tensor, " run"]) -> Float[Tensor, " run"]:
+        """Return the diagonal of the table."""
+        return at_path(output, self.path).diagonal()
+
+    def __repr__(self) -> str:
+        return f"the diagonal of {expression(self.path)}"
 
 
 @dataclass(frozen=True, eq=False, repr=False)

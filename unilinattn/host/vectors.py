@@ -55,8 +55,17 @@ def expression(path: Path) -> str:
     return "out" + "".join(f".{key}" if isinstance(key, str) else f"[{key}]" for key in path)
 
 
+def pair_table(output: Any) -> Path | None:
+    """Return the path of a table of similarities of all pairs of two inputs, such as `logits_per_image`, or None."""
+    entries = output.items() if isinstance(output, Mapping) else ()
+    tables = (key for key, x in entries if "logits_per_" in str(key) and isinstance(x, Tensor) and x.ndim == 2)
+    return next(((key,) for key in tables), None)
+
+
 def example(output: Any) -> str:
     """Return a function of an output with a number for each sequence, such as `lambda out: out.logits[:, -1, 0]`."""
+    if (table := pair_table(output)) is not None:
+        return f"lambda out: {expression(table)}.diagonal()"
     vectors = vectors_in(output)
     if vectors is None:
         return "lambda out: out.last_hidden_state[:, -1, 0]"

@@ -192,7 +192,7 @@ def _values(
 ) -> tuple[str, Float[Tensor, " run"], Float[Tensor, " run"] | None]:
     """Return the name of the explained value, the value of each run, and the log probability if there is one."""
     traced, length = explained.trace, ids.shape[1]
-    at_once = runs_at_once(traced, length, run_bytes(traced, explained.logit))
+    at_once = runs_at_once(traced, length, run_bytes(traced, explained.logit), explained.logit)
     positions = None if callable(explained.logit) or explained.target is None else traced.positions(explained.target)
     values, log_ps = [], []
     with full_precision():

@@ -12,7 +12,7 @@ from torch import Tensor
 from unilinattn.errors import OptionError
 from unilinattn.host.inputs import is_encoder_decoder
 from unilinattn.methods.needs import REFUSALS, refusal_of
-from unilinattn.methods.targets import explained_options
+from unilinattn.methods.targets import explained_options, similarity_of_pairs
 from unilinattn.mixers import Dense
 from unilinattn.operator.stages import Mix, walk
 from unilinattn.options import Alti, AttnLrp, Logit, Lrp, Options
@@ -50,7 +50,8 @@ def chosen_method(name: str | None, options: dict[str, Any], traced: Trace) -> t
     """
     if name is not None:
         return registered(name), options
-    if not traced.explained_logit.exists and options.get("logit") is None:
+    has_number = traced.explained_logit.exists or options.get("logit") is not None
+    if not has_number and similarity_of_pairs(traced) is None:
         return registered(COMPOSED.name), {**COMPOSED.keywords, **options}
     default = _of_scalar(traced)
     fields = options.keys() - type(default).model_fields.keys()
@@ -118,15 +119,16 @@ def by_vectors(
     # Where shares do not cover a model, relevances may.
     for default in dict.fromkeys((_of_scalar(traced), CAUSAL)):
         method = registered(default.name)
-        selected = explained_options(traced, method, target, {**default.keywords, **more})
-        if selected.get("logit") is not None:
-            try:
-                result = run(method, traced, target, selected)
-            except Exception as error:
-                if not isinstance(error, OptionError) and refusal_of(error, traced) is None:
-                    raise
+        try:
+            selected = explained_options(traced, method, target, {**default.keywords, **more})
+            if selected.get("logit") is None:
                 continue
-            return _in_place(result, refusal, f"This is {method.name} of {selected['logit']!r}."), selected
+            result = run(method, traced, target, selected)
+        except Exception as error:
+            if not isinstance(error, OptionError) and refusal_of(error, traced) is None:
+                raise
+            continue
+        return _in_place(result, refusal, f"This is {method.name} of {selected['logit']!r}."), selected
     return by_layer(run, traced, target, options, refusal), options
 
 

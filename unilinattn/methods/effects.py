@@ -27,6 +27,7 @@ from unilinattn.progress import bars
 from unilinattn.progress import progress as steps
 from unilinattn.reruns.replacements import Replacement, against_inputs, ids_of, replacements
 from unilinattn.reruns.rerun import of_sequences
+from unilinattn.reruns.separate import require_separate
 from unilinattn.results.effects import Effects, Replaced
 from unilinattn.scoring.base import trace_bytes
 from unilinattn.scoring.numbers import runs_at_once
@@ -178,6 +179,7 @@ class _Measurement:
         """Run the model, frozen."""
         self._trace, self._target, self._logit, self._by = traced, target, logit, by
         self.doubts: tuple[str, ...] = ()
+        require_separate(traced, logit)
         self.frozen = self._affine(traced, target, logit)
         if by != "tokens":
             _require_rows(traced)
@@ -185,7 +187,7 @@ class _Measurement:
         self.names = tuple(chain.from_iterable(map(_heads, traced.layers) if names is None else names))
         sequences = traced.token_shape[0]
         size = (trace_bytes(traced) + traced.frozen_cost(1)) // sequences
-        self._at_once = runs_at_once(traced, traced.token_shape[1], size)
+        self._at_once = runs_at_once(traced, traced.token_shape[1], size, logit)
 
     def of(self, changes: Sequence[Replacement]) -> list[Numbers]:
         """Return the numbers of each draw, for each of the replacements, which are ordered by sequence."""

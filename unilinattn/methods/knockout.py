@@ -73,7 +73,7 @@ def knockout(trace: Trace, options: Knockout, *, target: Target | None = None) -
         run = rerun(trace, sequences, [cut], positions=positions)
         return base[sequences.to(base.device)] - measured(run, sequences).to(base)
 
-    at_once = runs_at_once(trace, joint.length, run_bytes(trace, options.scalar))
+    at_once = runs_at_once(trace, joint.length, run_bytes(trace, options.scalar), options.scalar)
     chunks = [(s, chunk) for s, each in sites.items() for chunk in each.split(at_once)]
     steps = [(index, window, *chunk) for index, window in enumerate(windows) for chunk in chunks]
     for index, window, stream, chunk in progress(steps, "knockout"):

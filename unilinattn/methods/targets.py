@@ -11,11 +11,12 @@ from unilinattn.errors import InputError
 from unilinattn.host.inputs import is_encoder_decoder
 from unilinattn.host.labels import token_text
 from unilinattn.host.logits import chosen_ids, keeps_logits, positions_of
-from unilinattn.host.scalars import RowLogit, VectorLength
+from unilinattn.host.scalars import OutputScalar, PairSimilarity, RowLogit, VectorLength
 from unilinattn.host.text import token_id
-from unilinattn.host.vectors import vectors_in
+from unilinattn.host.vectors import at_path, pair_table, vectors_in
 from unilinattn.options.base import Need
 from unilinattn.registry import Method
+from unilinattn.reruns.separate import require_pairs, require_separate
 from unilinattn.tracing.trace import Target, Trace
 
 NamedTarget = Target | str | re.Pattern[str]
@@ -74,17 +75,26 @@ OF_ROWS: frozenset[Need] = frozenset({"layers", "composition"})
 def explained_options(trace: Trace, method: Method, target: Target | None, options: dict[str, Any]) -> dict[str, Any]:
     """Return options that name the explained number where a target names no row of logits.
 
-    Without logits it is the length of the output's vector at the target, or of the whole output where the target names
-    none of its rows, for methods that do not read the model's gradient; for logits of other things than tokens, such as
-    object queries, the logit of the target's row.
+    Without logits it is the similarity of a pair, such as an image and a text, or else the length of the output's
+    vector at the target, or of the whole output where the target names none of its rows, for methods that do not read
+    the model's gradient; for logits of other things than tokens, such as object queries, the logit of the target's row.
+
+    Raises `InputError` for a function whose number of a sequence another sequence changes (see `require_separate`), and
+    `UncoveredError` for one image with several texts.
     """
     logit = options.get("logit")
-    if method.options is None or "logit" not in method.options.model_fields or callable(logit):
+    if method.options is None or "logit" not in method.options.model_fields:
+        return options
+    require_pairs(trace)
+    if callable(logit):
+        require_separate(trace, logit)
         return options
     measure = options.get("measure", getattr(method.options.model_fields.get("measure"), "default", "logit"))
     if measure == "log-probability":
         return options
     explained = trace.explained_logit
+    if not explained.exists and logit is None and (similarity := similarity_of_pairs(trace)) is not None:
+        return {**options, "logit": similarity}
     if not explained.exists:
         has_value = logit is None and not OF_GRADIENTS.intersection(method.needs or ())
         scalar = _vector_length(trace, target) if has_value else None
@@ -95,6 +105,14 @@ def explained_options(trace: Trace, method: Method, target: Target | None, optio
         return options
     rows = positions_of(target, torch.ones(logits.shape[:2], dtype=torch.bool, device="cpu"))
     return {**options, "logit": RowLogit.in_output(trace.output, rows, logit, measure, explained.sizes)}
+
+
+def similarity_of_pairs(trace: Trace) -> OutputScalar | None:
+    """Return the similarity of the two inputs of each sequence, None for an output without a table of them."""
+    path, batch = pair_table(trace.output), trace.token_shape[0]
+    if path is None or at_path(trace.output, path).shape != (batch, batch):
+        return None
+    return PairSimilarity(path, batch)
 
 
 def _vector_length(trace: Trace, target: Target | None) -> VectorLength | None:

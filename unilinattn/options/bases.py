@@ -203,7 +203,8 @@ class ScalarOptions(Options):
     logit: int | str | tuple[int | str, int | str] | Callable[[Any], Any] | None = Field(
         default=None,
         description="a token or class id, the text of a token, a pair of them for the difference, a scalar function of "
-        "the model's output, or None for the model's own prediction, without logits the length of its output's vector",
+        "the model's output, or None for the model's own prediction, without logits the similarity of a pair or the "
+        "length of its output's vector",
     )
 
     @field_validator("logit", mode="before")

@@ -120,14 +120,18 @@ def _computes_copies(trace: Trace) -> bool:
         # A host may raise any error on copies of inputs that it does not take apart.
         except Exception:
             return False
-    # A loss, which is one number of all sequences, may come first.
-    expected, copies = (
-        next((t for t in tensors(x) if t.is_floating_point() and t.ndim), None) for x in (trace.output, output)
-    )
-    if expected is None or copies is None or len(copies) != 2 * len(expected):
+    # A loss, which is one number of all sequences, may come first, or a table of the similarities of all pairs.
+    outputs = zip(tensors(trace.output), tensors(output), strict=False)
+    expected, copies = next(((x, y) for x, y in outputs if _is_twice(x, y)), (None, None))
+    if expected is None or copies is None:
         return False
     limit = layer_tolerance(expected.dtype) * float(expected.float().norm())
     return all(float((copy - expected).float().norm()) <= limit for copy in copies.chunk(2))
+
+
+def _is_twice(expected: Tensor, copies: Tensor) -> bool:
+    shape = expected.shape
+    return expected.is_floating_point() and expected.ndim > 0 and copies.shape == (2 * shape[0], *shape[1:])
 
 
 def of_sequences(trace: Trace, sequences: Int[Tensor, " run"]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from unilinattn.progress import progress
 from unilinattn.registry import register_method
 from unilinattn.reruns.embedded import EmbeddedModel
 from unilinattn.reruns.rerun import Rerun, repeats
+from unilinattn.reruns.separate import is_separate
 from unilinattn.results.attribution import Attribution
 from unilinattn.scoring.base import stored_options, trace_bytes
 from unilinattn.scoring.joint import Axes
@@ -41,14 +42,16 @@ def run_bytes(trace: Trace, logit: Logit) -> int:
     return (trace_bytes(trace) + 4 * elements) // trace.token_shape[0]
 
 
-def runs_at_once(trace: Trace, length: int, size: int) -> int:
+def runs_at_once(trace: Trace, length: int, size: int, logit: Logit) -> int:
     """Return how many variants of a sequence one run of the model reads: those that `TOKENS` and `max_memory` allow.
 
-    At least one, and only one of inputs of which a run computes no copies (see `repeats`). `length` is the number of
-    tokens, and `size` the bytes that a run takes for each variant.
+    At least one, and only one of inputs of which a run computes no copies (see `repeats`) and for a function whose
+    number other variants may change (see `is_separate`). `length` is the number of tokens, and `size` the bytes that a
+    run takes for each variant.
     """
     most = max(1, min(TOKENS // length, allowed() // max(1, size)))
-    return most if most == 1 or repeats(trace) else 1
+    in_copies = most > 1 and repeats(trace) and (not callable(logit) or is_separate(trace, logit) is True)
+    return most if in_copies else 1
 
 
 @dataclass(frozen=True)
@@ -204,14 +207,14 @@ class TokenFunction:
     def runs(self, rows: int = 1, *, gradients: bool) -> int:
         """Return the number of variants of `rows` rows in one run of the model (see `runs_at_once`)."""
         size = self._graph_bytes if gradients else run_bytes(self._trace, self._logit)
-        return runs_at_once(self._trace, rows * self.vectors.shape[1], rows * size)
+        return runs_at_once(self._trace, rows * self.vectors.shape[1], rows * size, self._logit)
 
     def cases_at_once(self) -> int:
         """Return the number of cases in one run with gradients, each row of which has logits at the targets of all."""
         rows, length = self._model.vectors.shape[:2]
         # The logits, those in float32 and their gradients.
         logits = 3 * 4 * self._trace.explained_logit.elements_at(length)
-        return runs_at_once(self._trace, rows * length, rows * self._graph_bytes + logits)
+        return runs_at_once(self._trace, rows * length, rows * self._graph_bytes + logits, self._logit)
 
     @cached_property
     def _graph_bytes(self) -> int:

@@ -11,6 +11,7 @@ from unilinattn.errors import OptionError, StreamError, UncoveredError, nearest
 from unilinattn.host.inputs import real_tokens
 from unilinattn.host.logits import Logit
 from unilinattn.operator.operator import MixerOperator
+from unilinattn.reruns.separate import advise_pairs
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.token_streams import (
     TokenStream,
@@ -99,7 +100,8 @@ def composable_steps(trace: Trace, method: str, layers: Sequence[Layer]) -> list
                     f"{method} multiplies the maps of layers; {layer.name} ({_described(axes)}) is added to the stream "
                     f"together with {step[0].name} ({_described(first)}), which reads other tokens."
                 )
-    require_one_batch(tuple(dict.fromkeys(stream for step in selected for stream in streams_of(trace, step[0]))))
+    streams = dict.fromkeys(stream for step in selected for stream in streams_of(trace, step[0]))
+    require_one_batch(tuple(streams), advise_pairs(trace))
     return selected
 
 

@@ -7,10 +7,10 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+
+from unilinattn.call.nested import tensors
 
 IN_PLACE = {torch.ops.aten.baddbmm_: torch.ops.aten.baddbmm}
 """Products that work in place, mapped to the allocating variant that torch's counter knows."""
@@ -47,9 +47,9 @@ class Peak(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         self.calls += 1
-        old = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in old:
+        old = {tensor.untyped_storage()._cdata for tensor in tensors((args, kwargs))}
+        for tensor in tensors(result):
+            if tensor.untyped_storage()._cdata not in old:
                 self._note(tensor.untyped_storage())
         packet = IN_PLACE.get(func._overloadpacket, func._overloadpacket)
         if packet in flop_registry:

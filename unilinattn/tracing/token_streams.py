@@ -79,13 +79,13 @@ def streams_read(layers: Sequence[Layer]) -> tuple[TokenStream, ...]:
     return require_one_batch(ordered)
 
 
-def require_one_batch(streams: tuple[TokenStream, ...]) -> tuple[TokenStream, ...]:
-    """Return streams; raise `UncoveredError` if they have different numbers of sequences."""
+def require_one_batch(streams: tuple[TokenStream, ...], advice: str = "") -> tuple[TokenStream, ...]:
+    """Return streams; raise `UncoveredError`, with `advice` at its end, if they have different numbers of sequences."""
     if len({stream.shape[0] for stream in streams}) > 1:
         sizes = ", ".join(f"{s.name} {s.shape[0]} x {s.shape[1]}" for s in streams)
         raise UncoveredError(
             f"the streams of tokens have different numbers of sequences ({sizes}), so their tokens are not those of "
-            "one sequence."
+            f"one sequence{advice}."
         )
     return streams
 

@@ -1,0 +1,107 @@
+"""A function of the output has a number for each sequence that no other sequence changes, or runs one at a time."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import transformers
+from torch import Tensor, nn
+
+import unilinattn as ula
+from tests.tracing.test_towers import IDS, REAL, WORDS, clip, images
+from unilinattn.errors import InputError, UncoveredError
+from unilinattn.reruns.separate import is_separate
+from unilinattn.testing import randomize, relative_error
+
+Function = Callable[[Any], Tensor]
+
+PAIRS = {"input_ids": IDS, "attention_mask": REAL, "pixel_values": images()}
+METHODS = ["logit", "lrp", "attn_lrp", "input_x_gradient", "smoothgrad", "occlusion", "knockout"]
+
+
+def own(out: Any) -> Tensor:
+    return out.logits_per_image.diagonal()
+
+
+CROSSING: dict[str, Function] = {
+    "the first text": lambda out: out.logits_per_image[:, 0],
+    "the last image": lambda out: out.logits_per_text[:, -1],
+    "a probability among the texts": lambda out: out.logits_per_image.softmax(1).diagonal(),
+    "less the mean of the batch": lambda out: own(out) - own(out).mean(),
+}
+
+
+def explained(inputs: dict[str, Tensor], method: str, logit: Function | None) -> Any:
+    return ula.explain(clip(), inputs, method=method, target=-1, logit=logit, progress=False)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_pair_among_others_has_the_scores_of_itself(method: str) -> None:
+    # The similarity of each pair is explained by default.
+    whole = explained(PAIRS, method, None)
+    assert repr(whole.options["logit"]) == "'the diagonal of out.logits_per_image'"
+    for pair in range(2):
+        single = explained({name: value[pair : pair + 1] for name, value in PAIRS.items()}, method, own)
+        assert relative_error(whole.scores[pair : pair + 1], single.scores) < 1e-5
+        assert whole.scores[pair, :5].any() and whole.scores[pair, 5:8].any()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", CROSSING)
+@pytest.mark.parametrize("texts", ["different", "equal"])
+def test_a_number_that_reads_other_sequences_is_refused(name: str, method: str, texts: str) -> None:
+    text = {"input_ids": IDS, "attention_mask": REAL}
+    text = text if texts == "different" else {name: value[:1].repeat(2, 1) for name, value in text.items()}
+    with pytest.raises(InputError, match=r"other sequences change.*lambda out: out.logits_per_image.diagonal\(\)"):
+        explained({**text, "pixel_values": images()}, method, CROSSING[name])
+
+
+@pytest.mark.parametrize("method", ["occlusion", "knockout", "smoothgrad"])
+@pytest.mark.parametrize("name", ["the first text", "the last image"])
+def test_the_table_of_a_single_pair_is_read_in_runs_one_at_a_time(name: str, method: str) -> None:
+    pair = {key: value[:1] for key, value in PAIRS.items()}
+    scores = explained(pair, method, CROSSING[name]).scores
+    assert relative_error(scores, explained(pair, method, own).scores) < 1e-5
+    assert scores[0, :5].any() and scores[0, 5:].any()
+
+
+def test_one_image_with_several_texts_is_refused_with_a_call_that_works() -> None:
+    inputs = {**PAIRS, "pixel_values": images()[:1]}
+    for method in ("attn_lrp", "occlusion", "rollout"):
+        with pytest.raises(UncoveredError, match="pixel_values has one for the 2 of input_ids: give") as caught:
+            ula.explain(clip(), inputs, method=method, progress=False)
+    call = str(caught.value).partition("give ")[2].partition(" and explain")[0]
+    assert call == "pixel_values.expand(2, -1, -1, -1)"
+    several = ula.explain(clip(), {**PAIRS, "pixel_values": images()[:1].expand(2, -1, -1, -1)}, progress=False)
+    assert several.method == "attn_lrp" and several.scores.shape == (2, 5 + WORDS)
+    with pytest.raises(UncoveredError, match=r"input_ids has one for the 2 of pixel_values: give input_ids.expand"):
+        explained({**PAIRS, "input_ids": IDS[:1], "attention_mask": REAL[:1]}, "logit", own)
+
+
+def experts() -> nn.Module:
+    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=290)
+    config = transformers.MixtralConfig(**sizes, num_key_value_heads=2, num_local_experts=4, pad_token_id=3)
+    return randomize(transformers.MixtralForCausalLM(config).eval())
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_logits_of_a_sequence_are_its_own(batch: int) -> None:
+    # Experts compute the tokens of all sequences together, and a batch has padding.
+    inputs = {"input_ids": IDS[:batch], "attention_mask": REAL[:batch]}
+    traced = ula.trace(experts(), inputs, progress=False)
+    assert is_separate(traced, lambda out: out.logits[:, -1, 5]) is True
+    assert is_separate(traced, lambda out: out.logits[:, -1, 5] - out.logits[:, -1, 6]) is True
+    assert is_separate(traced, lambda out: out.logits[:, -1, 5] + out.logits[-1, 0, 5]) is False
+    # A function that fails on two sequences tells nothing.
+    if batch == 1:
+        assert is_separate(traced, lambda out: out.logits[:, -1, 5].reshape(1)) is None
+
+
+def test_the_latest_function_is_measured_once() -> None:
+    traced = ula.trace(clip(), PAIRS, progress=False)
+    runs: list[int] = []
+    traced.host.register_forward_pre_hook(lambda *_: runs.append(1))
+    assert [is_separate(traced, own), is_separate(traced, own)] == [True, True] and len(runs) == 2
+    # Another function in the place of a deleted one is another.
+    assert is_separate(traced, lambda out: out.logits_per_image[:, 0]) is False
+    assert is_separate(traced, lambda out: out.logits_per_image.diagonal()) is True
