@@ -78,6 +78,41 @@ def test_one_image_with_several_texts_is_refused_with_a_call_that_works() -> Non
         explained({**PAIRS, "input_ids": IDS[:1], "attention_mask": REAL[:1]}, "logit", own)
 
 
+class Similarities(nn.Module):
+    """Returns the table of similarities, whose columns would be classes if there were as many for any batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = clip()
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, pixel_values: Tensor) -> Tensor:
+        table: Tensor = self.encoder(input_ids, pixel_values, attention_mask).logits_per_image
+        return table
+
+
+@pytest.mark.parametrize("method", ["attn_lrp", "input_x_gradient", "knockout"])
+def test_a_table_of_similarities_has_no_logits_of_classes(method: str) -> None:
+    with pytest.raises(InputError, match=r"each logit has a number.*logit=lambda out: out.diagonal\(\) does"):
+        ula.explain(Similarities(), PAIRS, method=method, target=-1, progress=False)
+    result = ula.explain(
+        Similarities(), PAIRS, method=method, target=-1, logit=lambda out: out.diagonal(), progress=False
+    )
+    assert relative_error(result.scores, explained(PAIRS, method, own).scores) < 1e-5
+    # Of a single pair the variants in a run are no classes either.
+    pair = {name: value[:1] for name, value in PAIRS.items()}
+    single = ula.explain(Similarities(), pair, method=method, target=-1, progress=False)
+    assert relative_error(single.scores, explained(pair, method, own).scores) < 1e-5
+
+
+def test_as_many_classes_as_sequences_are_logits() -> None:
+    config = transformers.BertConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=290, num_labels=2
+    )
+    model = randomize(transformers.BertForSequenceClassification(config).eval())
+    inputs = {"input_ids": IDS, "attention_mask": REAL}
+    assert ula.explain(model, inputs, method="attn_lrp", progress=False).scores.shape == (2, WORDS)
+
+
 def experts() -> nn.Module:
     sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=290)
     config = transformers.MixtralConfig(**sizes, num_key_value_heads=2, num_local_experts=4, pad_token_id=3)
@@ -101,7 +136,7 @@ def test_the_latest_function_is_measured_once() -> None:
     traced = ula.trace(clip(), PAIRS, progress=False)
     runs: list[int] = []
     traced.host.register_forward_pre_hook(lambda *_: runs.append(1))
-    assert [is_separate(traced, own), is_separate(traced, own)] == [True, True] and len(runs) == 2
+    assert [is_separate(traced, own), is_separate(traced, own)] == [True, True] and len(runs) == 3
     # Another function in the place of a deleted one is another.
     assert is_separate(traced, lambda out: out.logits_per_image[:, 0]) is False
     assert is_separate(traced, lambda out: out.logits_per_image.diagonal()) is True

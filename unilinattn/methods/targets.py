@@ -86,8 +86,8 @@ def explained_options(trace: Trace, method: Method, target: Target | None, optio
     if method.options is None or "logit" not in method.options.model_fields:
         return options
     require_pairs(trace)
+    require_separate(trace, logit)
     if callable(logit):
-        require_separate(trace, logit)
         return options
     measure = options.get("measure", getattr(method.options.model_fields.get("measure"), "default", "logit"))
     if measure == "log-probability":

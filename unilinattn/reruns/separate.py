@@ -1,21 +1,22 @@
 """Whether the number that a function of the output has for a sequence is one of this sequence alone."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from unilinattn.call.exactness import layer_tolerance
-from unilinattn.call.nested import tensors
 from unilinattn.errors import InputError, UncoveredError
 from unilinattn.host.draws import drawing
 from unilinattn.host.inputs import ids_name
+from unilinattn.host.logits import Logit, logits_of
 from unilinattn.host.run import run
 from unilinattn.host.scalars import OutputScalar, values_of
-from unilinattn.host.vectors import at_path, example, pair_table
+from unilinattn.host.vectors import at_path, example, expression, pair_table, vectors_in
 from unilinattn.reruns.rerun import of_sequences
 from unilinattn.tracing.changed_inputs import changed_input
 from unilinattn.tracing.layer import Layer
@@ -29,27 +30,39 @@ def is_separate(trace: Trace, function: Callable[[Any], Any]) -> bool | None:
     """Tell whether no sequence changes the number of another one; None if that is unknown.
 
     A row of a table of similarities, such as `out.logits_per_image[:, 0]`, is the number of an image and of the text of
-    another sequence. The model runs twice, on its sequences or on two copies of a single one; each time all inputs but
-    those of one sequence are others, whose number must stay.
+    another sequence. The model runs three times, on its sequences or on two copies of a single one: as in the trace,
+    and twice with other inputs for all sequences but one, whose number must stay.
     """
     last = trace.layers[-1]
     function_before, answer = _latest.get(last, (None, None))
     if function_before is None or function_before() is not function:
-        answer = _measured(trace, function)
+        answer = isinstance(function, OutputScalar) or _measured(trace, function)
         # Some callable objects have no weak references.
         with suppress(TypeError):
             _latest[last] = ref(function), answer
     return answer
 
 
-def require_separate(trace: Trace, function: Any) -> None:
-    """Raise `InputError` for a function of the output whose number of a sequence another sequence changes."""
-    if trace.token_shape[0] > 1 and callable(function) and is_separate(trace, function) is False:
-        name = repr(function) if isinstance(function, OutputScalar) else "the function `logit`"
+def require_separate(trace: Trace, logit: Logit) -> None:
+    """Raise `InputError` for a function, or logits, of the output of which another sequence changes the number of one.
+
+    Logits of classes may be similarities only if there are as many classes as sequences.
+    """
+    batch, explained = trace.token_shape[0], trace.explained_logit
+    if callable(logit):
+        function, name = logit, "the function `logit`"
+    elif explained.exists and explained.logits.shape == (batch, batch):
+        function, name = lambda output: logits_of(output, trace.model, sizes=explained.sizes)[:, 0], "each logit"
+    else:
+        return
+    if batch > 1 and is_separate(trace, function) is False:
+        path, table = vectors_in(trace.output) or ((), None)
+        of_pairs = table is not None and table.shape == (batch, batch)
+        advice = f"lambda out: {expression(path)}.diagonal()" if of_pairs else example(trace.output)
         raise InputError(
-            f"{name} has a number for each of {trace.token_shape[0]} sequences that the inputs of other sequences "
-            f"change, and scores are those of the tokens of one: read each sequence in its row, as "
-            f"{example(trace.output)} does, or explain one sequence at a time."
+            f"{name} has a number for each of {batch} sequences that the inputs of other sequences change, and scores "
+            f"are those of the tokens of one: read each sequence in its row, as logit={advice} does, or explain one "
+            "sequence at a time."
         )
 
 
@@ -82,41 +95,38 @@ def advise_pairs(trace: Trace) -> str:
 
 def _measured(trace: Trace, function: Callable[[Any], Any]) -> bool | None:
     batch = trace.token_shape[0]
-    try:
-        expected = values_of(function, trace.output, torch.arange(batch, device="cpu")).detach()
-    except InputError:
-        # A method of gradients takes the sum over sequences.
-        return None
     count = max(2, batch)
     sequences = torch.arange(count, device="cpu") % batch
-    dtype = trace.layers[-1].output.dtype
-    # Terms as large as the output may cancel.
-    largest = max(float(x.abs().max()) for x in tensors(trace.output) if x.is_floating_point() and x.numel())
-    rounding = 64 * torch.finfo(dtype).eps * largest
-    for unchanged in (0, count - 1):
-        # A host may raise any error on inputs or numbers of sequences that it does not expect, and so may a function.
-        try:
-            with drawing(trace.draws):
-                output = run(trace.host, _others_changed(trace, sequences, unchanged))
-            values = values_of(function, output, sequences).to(expected)
-        except Exception:
-            return None
-        size = torch.cat([values[values.isfinite()], expected]).abs().max()
-        # Written so that a NaN is a change.
-        limit = layer_tolerance(dtype) * float(size) + rounding
-        if not float((values[unchanged] - expected[sequences[unchanged]]).abs()) <= limit:
-            return False
-    return True
+    # A host may raise any error on inputs or numbers of sequences that it does not expect, and so may a function.
+    try:
+        traced, *others = (_numbers(trace, function, sequences, unchanged) for unchanged in (None, 0, count - 1))
+    except Exception:
+        return None
+    size = torch.cat([traced, *others]).nan_to_num(0, 0, 0).abs().max()
+    limit = layer_tolerance(trace.layers[-1].output.dtype) * float(size)
+    changes = (float((numbers - traced)[kept].abs()) for numbers, kept in zip(others, (0, count - 1), strict=True))
+    # Written so that a NaN is a change.
+    return all(change <= limit for change in changes)
 
 
-def _others_changed(trace: Trace, sequences: Tensor, unchanged: int) -> dict[str, Any]:
-    """Return the arguments of some sequences in which ids and numbers of all but one of them are others."""
+def _numbers(
+    trace: Trace, function: Callable[[Any], Any], sequences: Int[Tensor, " run"], unchanged: int | None
+) -> Float[Tensor, " run"]:
+    """Return the numbers of a run in which ids and numbers of all sequences but one are others, or of none if None."""
     arguments = of_sequences(trace, sequences) if trace.token_shape[0] == 1 else dict(trace.arguments)
-    of_ids, others = ids_name(arguments), torch.arange(len(sequences), device="cpu") != unchanged
+    if unchanged is not None:
+        arguments |= _others_changed(trace, arguments, torch.arange(len(sequences), device="cpu") == unchanged)
+    with drawing(trace.draws):
+        output = run(trace.host, arguments)
+    return values_of(function, output, sequences)
+
+
+def _others_changed(trace: Trace, arguments: Mapping[str, Any], same: Bool[Tensor, " run"]) -> dict[str, Any]:
+    """Return the ids and numbers among arguments, with others for all sequences that are not the same."""
+    of_ids, result = ids_name(arguments), {}
     for name, value in arguments.items():
-        is_input = isinstance(value, Tensor) and value.ndim > 0 and len(value) == len(sequences)
+        is_input = isinstance(value, Tensor) and value.ndim > 0 and len(value) == len(same)
         if is_input and (value.is_floating_point() or name == of_ids or name.endswith("input_ids")):
             changed = changed_input(trace.host, arguments, name)[name]
-            chosen = others.to(value.device).view(-1, *[1] * (value.ndim - 1))
-            arguments[name] = torch.where(chosen, changed, value)
-    return arguments
+            result[name] = torch.where(same.to(value.device).view(-1, *[1] * (value.ndim - 1)), value, changed)
+    return result
