@@ -197,6 +197,11 @@ class PublishedOptions(MapOptions, Composed):
         return self.variant == "published-code"
 
 
+def function_name(function: Callable[..., Any]) -> str:
+    """Return the name of a function in a result, without the functions around it."""
+    return getattr(function, "__qualname__", repr(function)).rpartition("<locals>.")[2]
+
+
 class ScalarOptions(Options):
     """Options of methods that explain a scalar of the model's output."""
 
@@ -215,7 +220,7 @@ class ScalarOptions(Options):
 
     @field_serializer("logit")
     def _function_name(self, logit: Any) -> Any:
-        return getattr(logit, "__qualname__", repr(logit)) if callable(logit) else logit
+        return function_name(logit) if callable(logit) else logit
 
     @property
     def scalar(self) -> int | tuple[int, int] | Callable[[Any], Any] | None:

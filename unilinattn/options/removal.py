@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Protocol, Self, runtime_checkable
 
 from pydantic import Field, InstanceOf, field_serializer, field_validator, model_validator
 
-from unilinattn.options.bases import Baseline, ScalarOptions, Seed
+from unilinattn.options.bases import Baseline, ScalarOptions, Seed, function_name
 
 QUESTION = "Which tokens or edges, if removed, change the output? The model runs again for each"
 
@@ -92,7 +92,7 @@ class Knockout(ScalarOptions):
     def _names(self, value: Any) -> Any:
         if isinstance(value, Trace):
             return f"another run of {value.model}"
-        return getattr(value, "__qualname__", repr(value)) if callable(value) else value
+        return function_name(value) if callable(value) else value
 
     @model_validator(mode="after")
     def _one_selection(self) -> Self:
