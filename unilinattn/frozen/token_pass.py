@@ -1,5 +1,6 @@
 """`TokenPass`: one pass of a host in which the vectors of the tokens are leaves of the graph."""
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -57,7 +58,7 @@ class PassSpec:
     layers: Sequence[Layer]
     sources: Sequence[Source]
     read: Read
-    blocks: Mapping[str, int]
+    blocks: Mapping[tuple[str, int], int]
     explained: ExplainedLogit
     positions: Int[Tensor, " position"] | None
     batch: int
@@ -159,6 +160,7 @@ class TokenPass(Observer[BlockCall]):
         self.leaves: list[list[Tensor]] = [[] for _ in spec.sources]
         self.entries: dict[int, Stream] = {}
         self._in_blocks: set[int] = set()
+        self._calls: Counter[str] = Counter()
         self._queues: dict[nn.Module, list[Layer]] = {}
         for layer in spec.layers:
             self._queues.setdefault(layer.module, []).append(layer)
@@ -182,7 +184,8 @@ class TokenPass(Observer[BlockCall]):
 
     def frame(self, path: str, module: nn.Module, inputs: Inputs) -> BlockCall:
         """Find the stream that enters a block."""
-        number = self._spec.blocks.get(path)
+        self._calls[path] += 1
+        number = self._spec.blocks.get((path, 0), self._spec.blocks.get((path, self._calls[path])))
         if number is None:
             return BlockCall(path, module, None)
         args, kwargs = inputs

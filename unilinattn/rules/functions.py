@@ -5,6 +5,7 @@ from types import FunctionType
 from typing import Any
 
 from torch import Tensor
+from torch.nn import functional
 
 Product = Callable[[Tensor, Tensor], Tensor]
 """A function that is linear in each of two tensors."""
@@ -25,7 +26,7 @@ LINEAR = _names("""
 """)
 """Functions that are linear in their only carried argument: shapes, casts, selections, sums, inactive dropout."""
 
-COMPOSITE = _names("multi_head_attention_forward")
+COMPOSITE = _names("multi_head_attention_forward cosine_similarity")
 """Functions of which the functions that they call are seen (see `opened`)."""
 
 LIKE = _names("view_as reshape_as expand_as type_as to")
@@ -58,7 +59,7 @@ JOINING = _names(
 
 FACTORS = _names("""
     softmax log_softmax exp expm1 softplus log log1p log2 sqrt rsqrt var std var_mean std_mean norm vector_norm
-    logsumexp logaddexp logcumsumexp topk reciprocal prod cumprod cosine_similarity rpow cross_entropy nll_loss mse_loss
+    logsumexp logaddexp logcumsumexp topk reciprocal prod cumprod rpow cross_entropy nll_loss mse_loss
     binary_cross_entropy_with_logits polar acos arccos cos cosh cdist pairwise_distance
 """)
 """Functions whose outputs are frozen: factors of what follows, and losses, which no logit depends on."""
@@ -129,10 +130,18 @@ def name_of(func: Any, kwargs: dict[str, Any]) -> tuple[str, bool]:
 
 def opened(func: Any) -> Any:
     """Return a composite function of torch that does not hand its call to a mode."""
+    if func.__name__ == "cosine_similarity":
+        return cosine_similarity
     functions = {**func.__globals__, "has_torch_function": lambda tensors: False}
     opened = FunctionType(func.__code__, functions, func.__name__, func.__defaults__, func.__closure__)
     opened.__kwdefaults__ = func.__kwdefaults__
     return opened
+
+
+def cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
+    """Return the inner products of vectors that are divided by their norms, as `torch.cosine_similarity` does."""
+    first, second = (functional.normalize(x, dim=dim, eps=eps) for x in (x1, x2))
+    return (first * second).sum(dim)
 
 
 def affine_call(

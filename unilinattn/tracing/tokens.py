@@ -133,11 +133,13 @@ def find_tokens(
             f"the layers of {type(model).__name__} have different (sequences, tokens): "
             f"{', '.join(map(str, shapes[:NAMED]))}, so the vectors of its tokens are not those of one stream."
         )
-    blocks, first = block_names(model, layers), layers[0].name.split("#")[0]
+    blocks, (first, _, call) = block_names(model, layers), layers[0].name.partition("#")
     if in_lists:
         blocks = frozenset(filter(_in_list, blocks)) or blocks
     widths = {layer.input.shape[-1] for layer in layers}
     calls: list[tuple[Any, Any]] = []
+    # The calls of the first layer's module before that of the layer, as of an encoder that read another text.
+    calls_before, reached = int(call or 1) - 1, 0
 
     def record(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
         calls.append((func, result))
@@ -147,6 +149,12 @@ def find_tokens(
         pass
 
     def enter(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal reached
+        is_around = f"{first}.".startswith(f"{name}." if name else "")
+        is_next = reached == calls_before
+        reached += name == first
+        if calls_before and not (is_around and is_next):
+            return
         # The functions that the host calls are counted, not those of this hook.
         with torch._C.DisableTorchFunction():
             stream = first_stream((*args, *kwargs.values()), shapes[0])
@@ -156,7 +164,6 @@ def find_tokens(
             stream = first_stream((*args, *kwargs.values()), shapes[0][::-1])
             if stream is not None and stream.shape[-1] in widths:
                 raise Entered(stream, -1, shapes[0][0])
-            is_around = f"{first}.".startswith(f"{name}." if name else "")
             sequences = first_stream((*args, *kwargs.values()))
             if is_around and _in_list(name) and sequences is not None and len(sequences) == batch:
                 raise Entered(sequences, -1)
@@ -273,13 +280,31 @@ def block_names(model: nn.Module, layers: Sequence[Layer]) -> frozenset[str]:
     return frozenset(names | {name for name in siblings if name.rpartition(".")[0] in lists})
 
 
-def blocks_of(model: nn.Module, groups: Sequence[Sequence[Layer]]) -> dict[str, int]:
-    """Return `block_names` of one group of layers with its number; of several, those blocks that are only in one."""
+def blocks_of(model: nn.Module, groups: Sequence[Sequence[Layer]]) -> dict[tuple[str, int], int]:
+    """Return the number of the group of layers to which each call of a block belongs, by its path.
+
+    The blocks are `block_names` of one group; of several, those blocks that are only in one. Call 0 stands for all
+    calls of a block. A block whose calls have the same layer in each of several groups, as of an encoder of two texts,
+    has the calls from 1.
+    """
     names = [block_names(model, layers) for layers in groups]
     if len(names) > 1:
         names = [frozenset(filter(_in_list, each)) or each for each in names]
     counts = Counter(chain.from_iterable(names))
-    return {name: number for number, each in enumerate(names) for name in each if counts[name] == 1}
+    numbers = {(name, 0): number for number, each in enumerate(names) for name in each if counts[name] == 1}
+    for name in filter(lambda name: counts[name] > 1, counts):
+        calls = [
+            (layer.name.partition("#"), number)
+            for number, layers in enumerate(groups)
+            for layer in layers
+            if layer.name.startswith(f"{name}.")
+        ]
+        first = calls[0][0][0] if calls else None
+        # Two streams may have different layers in one block.
+        by_call = {int(call or 1): number for (path, _, call), number in calls if path == first}
+        if len({*by_call.values()}) == counts[name]:
+            numbers |= {(name, call): number for call, number in by_call.items()}
+    return numbers
 
 
 def _in_list(name: str) -> bool:
