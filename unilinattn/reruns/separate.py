@@ -102,6 +102,8 @@ def _measured(trace: Trace, function: Callable[[Any], Any]) -> bool | None:
         traced, *others = (_numbers(trace, function, sequences, unchanged) for unchanged in (None, 0, count - 1))
     except Exception:
         return None
+    if not bool(traced.isfinite().all()):
+        return None
     size = torch.cat([traced, *others]).nan_to_num(0, 0, 0).abs().max()
     limit = layer_tolerance(trace.layers[-1].output.dtype) * float(size)
     changes = (float((numbers - traced)[kept].abs()) for numbers, kept in zip(others, (0, count - 1), strict=True))
