@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import unilinattn as ula
+from unilinattn.errors import InputError
 from unilinattn.host.inputs import bound_arguments
 
 
@@ -68,3 +70,30 @@ def test_arguments_have_the_names_of_their_parameters(
 def test_a_missing_argument_is_refused(module: nn.Module, name: str) -> None:
     with pytest.raises(TypeError, match=f"missing a required (keyword-only )?argument: '{name}'"):
         bound_arguments(module, (X,), {})
+
+
+class TwoInputs(nn.Module):
+    """Mixes the tokens of one input and adds those of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.mixer = nn.Embedding(9, 8), nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, first: Tensor, second: Tensor, scale: float = 1.0) -> Tensor:
+        x = self.embedding(first) * scale
+        result: Tensor = self.mixer(x, x, x)[0] + self.embedding(second)
+        return result
+
+
+class PassingOn(TwoInputs):
+    def forward(self, first: Tensor, second: Tensor, **others: Any) -> Tensor:  # type: ignore[override]
+        return super().forward(first, second, **others)
+
+
+@pytest.mark.parametrize("model", [TwoInputs, PassingOn])
+def test_arguments_that_are_missing_are_named(model: type[nn.Module]) -> None:
+    with pytest.raises(InputError, match=rf"{model.__name__}.forward needs 'second', and the inputs have first; give"):
+        ula.trace(model().eval(), {"first": torch.tensor([[1, 2, 3]])}, progress=False)
+    # A tensor is the first argument.
+    with pytest.raises(InputError, match="needs 'second', and the inputs have first"):
+        ula.trace(model().eval(), torch.tensor([[1, 2, 3]]), progress=False)

@@ -93,7 +93,7 @@ def call_host(model: nn.Module, arguments: Mapping[str, Any]) -> Any:
     """Call a model with its arguments: by name, or by position where its forward takes only `*args`.
 
     Inside of `drawing` the model draws the random numbers of a trace. Raises `InputError` for more tokens than the
-    model has positions, and for images of another size than the model's.
+    model has positions, for images of another size than the model's, and for arguments that are missing.
     """
     try:
         with same_draws():
@@ -104,6 +104,11 @@ def call_host(model: nn.Module, arguments: Mapping[str, Any]) -> Any:
         # A host whose forward passes its keyword arguments on may set this one itself. Python raises `KeyError`
         # where a mode sees the module's name, which the message of the `TypeError` needs.
         is_twice = str(error) == "'use_cache'" or "multiple values for keyword argument 'use_cache'" in str(error)
+        if (missing := _missing(model, arguments)) and not is_twice:
+            raise InputError(
+                f"{type(model).__name__}.forward needs {' and '.join(map(repr, missing))}, and the inputs have "
+                f"{', '.join(arguments) or 'nothing'}; give a mapping with all of its arguments by name."
+            ) from error
         if "use_cache" not in arguments or not is_twice:
             raise
         return call_host(model, {name: value for name, value in arguments.items() if name != "use_cache"})
@@ -270,6 +275,13 @@ def _main_input(model: nn.Module) -> str:
 def _only_positional(model: nn.Module) -> bool:
     kinds = {parameter.kind for parameter in inspect.signature(model.forward).parameters.values()}
     return kinds == {inspect.Parameter.VAR_POSITIONAL}
+
+
+def _missing(model: nn.Module, arguments: Mapping[str, Any]) -> list[str]:
+    """Return the arguments without a default that a model's forward was not given."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    named = (p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.default is p.empty)
+    return [] if _only_positional(model) else [p.name for p in named if p.name not in arguments]
 
 
 def _check_names(model: nn.Module, arguments: Mapping[str, Any]) -> None:
