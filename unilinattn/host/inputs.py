@@ -13,6 +13,7 @@ from unilinattn.call import is_cache
 from unilinattn.call.nested import tensors
 from unilinattn.errors import InputError, UncoveredError, UnilinattnError, nearest
 from unilinattn.host.draws import same_draws
+from unilinattn.host.fields import SEPARATOR, as_called, by_field
 from unilinattn.host.wrappers import OPTIMIZED
 
 CACHE = "past_key_values"
@@ -31,7 +32,7 @@ def host_arguments(model: nn.Module, inputs: Any) -> dict[str, Any]:
     """
     parameters = inspect.signature(model.forward).parameters
     if isinstance(inputs, Mapping):
-        arguments = dict(inputs)
+        arguments = by_field(inputs)
     elif isinstance(inputs, Tensor):
         arguments = {_main_input(model): inputs}
     else:
@@ -97,7 +98,8 @@ def call_host(model: nn.Module, arguments: Mapping[str, Any]) -> Any:
     """
     try:
         with same_draws():
-            return model(*arguments.values()) if _only_positional(model) else model(**arguments)
+            call = as_called(arguments)
+            return model(*call.values()) if _only_positional(model) else model(**call)
     except (UnilinattnError, torch.OutOfMemoryError):
         raise
     except (TypeError, KeyError) as error:
@@ -221,7 +223,8 @@ def sequences_in(arguments: Mapping[str, Any]) -> int | None:
 
 def real_tokens(arguments: Mapping[str, Any], name: str = "attention_mask") -> Bool[Tensor, "batch length"] | None:
     """Return the real tokens of a padding mask among a host's arguments, None if all are real."""
-    mask = arguments.get(name)
+    fields = [value for key, value in arguments.items() if key.endswith(f"{SEPARATOR}{name}")]
+    mask = arguments.get(name, fields[0] if len(fields) == 1 else None)
     return mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask.all()) else None
 
 
@@ -281,12 +284,12 @@ def _missing(model: nn.Module, arguments: Mapping[str, Any]) -> list[str]:
     """Return the arguments without a default that a model's forward was not given."""
     parameters = inspect.signature(model.forward).parameters.values()
     named = (p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.default is p.empty)
-    return [] if _only_positional(model) else [p.name for p in named if p.name not in arguments]
+    return [] if _only_positional(model) else [p.name for p in named if p.name not in as_called(arguments)]
 
 
 def _check_names(model: nn.Module, arguments: Mapping[str, Any]) -> None:
     """Raise `InputError` for arguments that a model's forward does not accept, and for several if it has only *args."""
-    parameters = inspect.signature(model.forward).parameters
+    parameters, arguments = inspect.signature(model.forward).parameters, as_called(arguments)
     if _only_positional(model):
         if len(arguments) > 1:
             raise InputError(

@@ -20,6 +20,7 @@ from unilinattn.host.choices import choices_as_sequences
 from unilinattn.host.decoder import with_decoder_ids
 from unilinattn.host.draws import States, drawing, drawn_from, generator_states
 from unilinattn.host.explained import ExplainedLogit
+from unilinattn.host.fields import by_field
 from unilinattn.host.image import image_tokens, is_image, processed
 from unilinattn.host.inputs import host_arguments, token_ids
 from unilinattn.host.isolation import in_gradient_mode
@@ -311,7 +312,7 @@ def trace(
         if traced.draws is not None and is_whole and not depends_on_draws(model, arguments, traced.draws):
             traced.draws = None
         if is_whole:
-            named = {*(inputs if isinstance(inputs, Mapping) else arguments), CACHE_FLAG}
+            named = {*(by_field(inputs) if isinstance(inputs, Mapping) else arguments), CACHE_FLAG}
             call = {name: value for name, value in arguments.items() if name in named}
             is_default = CACHE_FLAG in call and not (isinstance(inputs, Mapping) and CACHE_FLAG in inputs)
             if is_default and recorder.opaque:
