@@ -199,7 +199,8 @@ class PublishedOptions(MapOptions, Composed):
 
 def function_name(function: Callable[..., Any]) -> str:
     """Return the name of a function in a result, without the functions around it."""
-    return getattr(function, "__qualname__", repr(function)).rpartition("<locals>.")[2]
+    name: str | None = getattr(function, "__qualname__", None)
+    return repr(function) if name is None else name.rpartition("<locals>.")[2]
 
 
 class ScalarOptions(Options):
