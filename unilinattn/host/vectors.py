@@ -50,9 +50,16 @@ def at_path(output: Any, path: Path) -> Tensor:
     return output
 
 
-def expression(path: Path) -> str:
-    """Return a path as an expression, such as `out.last_hidden_state`."""
-    return "out" + "".join(f".{key}" if isinstance(key, str) else f"[{key}]" for key in path)
+def expression(path: Path, output: Any = None) -> str:
+    """Return a path as an expression, such as `out.last_hidden_state`; with `output`, one that reads this output."""
+    names = ["out"]
+    for key in path:
+        value = None if output is None else at_path(output, (key,))
+        # A plain dictionary has no attributes but its methods.
+        is_attribute = isinstance(key, str) and (output is None or getattr(output, key, None) is value)
+        names.append(f".{key}" if is_attribute else f"[{key!r}]")
+        output = value
+    return "".join(names)
 
 
 def pair_table(output: Any) -> Path | None:
@@ -65,10 +72,10 @@ def pair_table(output: Any) -> Path | None:
 def example(output: Any) -> str:
     """Return a function of an output with a number for each sequence, such as `lambda out: out.logits[:, -1, 0]`."""
     if (table := pair_table(output)) is not None:
-        return f"lambda out: {expression(table)}.diagonal()"
+        return f"lambda out: {expression(table, output)}.diagonal()"
     vectors = vectors_in(output)
     if vectors is None:
         return "lambda out: out.last_hidden_state[:, -1, 0]"
     path, tensor = vectors
     indices = [":", "-1", *["0"] * (tensor.ndim - 2)] if tensor.ndim == 3 else [":", *["0"] * (tensor.ndim - 1)]
-    return f"lambda out: {expression(path)}[{', '.join(indices)}]"
+    return f"lambda out: {expression(path, output)}[{', '.join(indices)}]"

@@ -58,7 +58,7 @@ def require_separate(trace: Trace, logit: Logit) -> None:
     if batch > 1 and is_separate(trace, function) is False:
         path, table = vectors_in(trace.output) or ((), None)
         of_pairs = table is not None and table.shape == (batch, batch)
-        advice = f"lambda out: {expression(path)}.diagonal()" if of_pairs else example(trace.output)
+        advice = f"lambda out: {expression(path, trace.output)}.diagonal()" if of_pairs else example(trace.output)
         raise InputError(
             f"{name} has a number for each of {batch} sequences that the inputs of other sequences change, and scores "
             f"are those of the tokens of one: read each sequence in its row, as logit={advice} does, or explain one "
