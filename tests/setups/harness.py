@@ -133,7 +133,8 @@ def works(
         assert len(host_trace.layers) == len(reference.layers), "layers differ from those of the plain model"
         for layer, other in zip(host_trace.layers, reference.layers, strict=True):
             require_same(f"map of {layer.name}", layer.operator.matrix(), other.operator.matrix())
-    explain(host_trace, method="raw")
+    for stream in host_trace.streams:
+        explain(host_trace, method="raw", layers=list(stream.layers))
     try:
         result = explain(host_trace, target=-1)
     except (ModelStateError, UncoveredError) as error:

@@ -167,13 +167,15 @@ def model_run_in_both_directions() -> float:
     return works(model, ids, lambda: model(ids))
 
 
-@setup("a model called twice", "a wrapper that runs the model twice: each layer runs twice")
+@setup("a model called twice", "a wrapper that runs the model twice on the same ids: two streams of tokens")
 def model_called_twice() -> float:
     def one(host: Host) -> float:
         ids, model = host.inputs(), Twice(host.model())
         count = len(trace(host.model(), ids).layers)
-        names = [layer.name for layer in trace(model, ids).layers]
+        calls = trace(model, ids)
+        names = [layer.name for layer in calls.layers]
         assert [f"{name}#2" for name in names[:count]] == names[count:]
+        assert [stream.layers for stream in calls.streams] == [(*range(count),), (*range(count, 2 * count),)]
         return works(model, ids, lambda: model(ids))
 
     return each(one)

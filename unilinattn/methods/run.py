@@ -110,10 +110,7 @@ def explain(
                 traced.products = None
         result = with_labels(result, traced, tokens, tokenizer, grid)
         reader = traced.text.tokenizer if tokenizer is None and traced.text is not None else tokenizer
-        logit = options.get("logit")
-        # A saved result stores a pair as a list.
-        pair = tuple(logit) if isinstance(logit, list) else logit
-        result = replace(result, checker=Checker(traced, target, pair, reader))
+        result = replace(result, checker=Checker(traced, target, options.get("logit"), reader))
         if check:
             result = replace(result, checks=[result.check(batch=b) for b in range(result.sizes.get("batch", 1))])
     return warn_of_sinks(result, traced)

@@ -52,12 +52,12 @@ def position_of(trace: Trace, target: NamedTarget | None) -> Target | None:
 
 
 def logit_of(logit: Any, tokenizer: Any) -> Any:
-    """Return the option `logit` with the ids of tokens in place of their texts.
+    """Return the option `logit` with ids in place of texts; a pair is a tuple, though a saved result has a list.
 
     Raises `OptionError` for a text of several tokens, and `InputError` for a text without a tokenizer.
     """
     if isinstance(logit, (tuple, list)):
-        return type(logit)(logit_of(name, tokenizer) for name in logit)
+        return tuple(logit_of(name, tokenizer) for name in logit)
     if not isinstance(logit, str):
         return logit
     if tokenizer is None:
