@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import unilinattn as ula
 from tests.tracing.test_towers import IDS, REAL, WORDS, clip, images
 from unilinattn.errors import InputError, UncoveredError
+from unilinattn.methods.targets import similarity_of_pairs
 from unilinattn.reruns.separate import is_separate
 from unilinattn.testing import randomize, relative_error
 
@@ -76,6 +77,32 @@ def test_one_image_with_several_texts_is_refused_with_a_call_that_works() -> Non
     assert several.method == "attn_lrp" and several.scores.shape == (2, 5 + WORDS)
     with pytest.raises(UncoveredError, match=r"input_ids has one for the 2 of pixel_values: give input_ids.expand"):
         explained({**PAIRS, "input_ids": IDS[:1], "attention_mask": REAL[:1]}, "logit", own)
+
+
+class Relative(nn.Module):
+    """Divides the similarity of each pair by those of all images with its text, or of each with a row of captions."""
+
+    def __init__(self, captions: bool) -> None:
+        super().__init__()
+        self.encoder, self.captions = clip(), captions
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, pixel_values: Tensor) -> dict[str, Tensor]:
+        table: Tensor = self.encoder(input_ids, pixel_values, attention_mask).logits_per_image
+        sizes = table.exp()
+        return {"logits_per_image": table.expand(-1, 3 * len(table)) if self.captions else sizes / sizes.sum(0)}
+
+
+@pytest.mark.parametrize("pairs", [1, 2])
+def test_similarities_that_other_pairs_change_are_no_default(pairs: int) -> None:
+    inputs = {name: value[:pairs] for name, value in PAIRS.items()}
+    assert similarity_of_pairs(ula.trace(clip(), inputs, progress=False)) is not None
+    assert similarity_of_pairs(ula.trace(Relative(captions=False), inputs, progress=False)) is None
+
+
+def test_a_table_of_other_things_than_pairs_is_explained() -> None:
+    inputs = {name: value[:1] for name, value in PAIRS.items()}
+    result = ula.explain(Relative(captions=True), inputs, method="logit", progress=False)
+    assert str(result.options["logit"]).startswith("the length of") and result.scores.any()
 
 
 class Similarities(nn.Module):

@@ -77,6 +77,9 @@ def frozen_output(layer: Layer, arguments: Mapping[str, Any]) -> Tensor:
     Raises `UncoveredError` if the tensor of a port is none of the arguments.
     """
     inputs = _port_values(layer, arguments)
+    if not any(x.requires_grad for x in inputs.values()):
+        # Of learned queries it is a constant, and functions multiply no tangent by carried values.
+        return layer.as_returned(layer.output).to(next(iter(inputs.values())).dtype, copy=True)
     trigger = torch.zeros((), device="cpu")
     if any(map(_has_constants, inputs.values())) or layer.operator.bias.any():
         # `jvp` runs only if an input is dual. In a model without biases no tangent follows, which saves a third of the

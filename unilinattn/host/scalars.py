@@ -71,7 +71,7 @@ class VectorLength(OutputScalar):
         return f"the length of {rows}{expression(self.path)}"
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, repr=False)
 class PairSimilarity(OutputScalar):
     """The similarity of the two inputs of each sequence, such as an image and a text: the diagonal of a table.
 

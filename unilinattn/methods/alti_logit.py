@@ -99,6 +99,10 @@ def _accumulated(
 
     with reserved(scoring.map_bytes + scores.nbytes, f"{NAME}: the map of a step and its product", ONE_ROW):
         for step in progress(joint.steps[::-1], NAME):
+            if joint.enter(step, trace.target_stream):
+                # The tokens of the last stream go on as others from here.
+                add(above)
+                above = torch.zeros_like(above)
             written, read = streams_of(trace, step[0])
             stream = residual_of(trace, step[0], NAME)
             factors, added = [layer.multiplier for layer in step], [layer.added for layer in step]

@@ -16,7 +16,7 @@ from unilinattn.host.text import token_id
 from unilinattn.host.vectors import at_path, pair_table, vectors_in
 from unilinattn.options.base import Need
 from unilinattn.registry import Method
-from unilinattn.reruns.separate import require_pairs, require_separate
+from unilinattn.reruns.separate import is_separate, require_pairs, require_separate
 from unilinattn.tracing.trace import Target, Trace
 
 NamedTarget = Target | str | re.Pattern[str]
@@ -108,11 +108,16 @@ def explained_options(trace: Trace, method: Method, target: Target | None, optio
 
 
 def similarity_of_pairs(trace: Trace) -> OutputScalar | None:
-    """Return the similarity of the two inputs of each sequence, None for an output without a table of them."""
+    """Return the similarity of the two inputs of each sequence.
+
+    None for an output without a table of them, and for numbers that are relative to other pairs (VideoPrism), of which
+    a single one is always 1.
+    """
     path, batch = pair_table(trace.output), trace.token_shape[0]
     if path is None or at_path(trace.output, path).shape != (batch, batch):
         return None
-    return PairSimilarity(path, batch)
+    similarity = PairSimilarity(path, batch)
+    return None if is_separate(trace, similarity) is False else similarity
 
 
 def _vector_length(trace: Trace, target: Target | None) -> VectorLength | None:

@@ -15,15 +15,15 @@ from unilinattn.host.draws import drawing
 from unilinattn.host.inputs import ids_name
 from unilinattn.host.logits import Logit, logits_of
 from unilinattn.host.run import run
-from unilinattn.host.scalars import OutputScalar, values_of
+from unilinattn.host.scalars import OutputScalar, PairSimilarity, values_of
 from unilinattn.host.vectors import at_path, example, expression, pair_table, vectors_in
 from unilinattn.reruns.rerun import of_sequences
 from unilinattn.tracing.changed_inputs import changed_input
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Trace
 
-_latest: "WeakKeyDictionary[Layer, tuple[ref[Any], bool | None]]" = WeakKeyDictionary()
-"""The function that was asked for last, and the answer, of each trace by its last layer."""
+_latest: "WeakKeyDictionary[Layer, tuple[Any, bool | None]]" = WeakKeyDictionary()
+"""The function that was asked for last, or a reference to it, and the answer, of each trace by its last layer."""
 
 
 def is_separate(trace: Trace, function: Callable[[Any], Any]) -> bool | None:
@@ -33,14 +33,17 @@ def is_separate(trace: Trace, function: Callable[[Any], Any]) -> bool | None:
     another sequence. The model runs three times, on its sequences or on two copies of a single one: as in the trace,
     and twice with other inputs for all sequences but one, whose number must stay.
     """
-    last = trace.layers[-1]
-    function_before, answer = _latest.get(last, (None, None))
-    if function_before is None or function_before() is not function:
-        answer = isinstance(function, OutputScalar) or _measured(trace, function)
+    key: Any = function
+    if not isinstance(function, PairSimilarity):
+        if isinstance(function, OutputScalar):
+            return True
         # Some callable objects have no weak references.
         with suppress(TypeError):
-            _latest[last] = ref(function), answer
-    return answer
+            key = ref(function)
+    last = trace.layers[-1]
+    if last not in _latest or _latest[last][0] != key:
+        _latest[last] = key, _measured(trace, function)
+    return _latest[last][1]
 
 
 def require_separate(trace: Trace, logit: Logit) -> None:
@@ -83,10 +86,11 @@ def advise_pairs(trace: Trace) -> str:
         for name, x in trace.arguments.items()
         if isinstance(x, Tensor) and (name == of_ids or (x.is_floating_point() and x.ndim > 2))
     }
-    single = next((name for name, x in inputs.items() if len(x) == 1), None)
+    count = max(map(len, inputs.values()), default=1)
+    single = next((name for name, x in inputs.items() if len(x) == 1 < count), None)
     if single is None:
         return ""
-    count, sizes = max(map(len, inputs.values())), ", ".join(["-1"] * (inputs[single].ndim - 1))
+    sizes = ", ".join(["-1"] * (inputs[single].ndim - 1))
     return (
         f"; {single} has one for the {count} of {' and '.join(name for name in inputs if name != single)}: give "
         f"{single}.expand({count}, {sizes}) and explain each pair, logit={example(trace.output)}"

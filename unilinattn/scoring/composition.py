@@ -243,6 +243,8 @@ def _add_maps(product: ScaledProduct, joint: Joint, method: str, blocks: Callabl
     """Multiply a product from the left by I + the maps of each step, which `blocks` yields in blocks of rows."""
     for step in progress(joint.steps, method):
         product.add_maps(partial(joint.blocks, step, blocks), joint.dropped(step))
+        if (begins := joint.entries.get(step[0].name)) is not None:
+            product.take(begins)
 
 
 def _multiply_rows(rows: ScaledProduct, joint: Joint, bar: str | None, multiply: Multiply) -> None:

@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from unilinattn.errors import UncoveredError
+from unilinattn.reruns.entries import NONE, SEVERAL, Entry, stream_entries
 from unilinattn.scoring.maps import sum_on_first
 from unilinattn.scoring.scaled import Blocks
 from unilinattn.scoring.selection import begins_stream, composable_steps, layers_in, query_rows, stream_mask, streams_of
@@ -85,25 +86,32 @@ class Joint:
 
     With an encoder of E tokens and a decoder of D tokens the maps are (E + D) x (E + D): that of a layer of the encoder
     has entries in its first E rows and columns, that of cross-attention in its last D rows and first E columns. Tokens
-    of a stream without the layer keep their rows of the identity.
+    of a stream without the layer keep their rows of the identity. Tokens that begin as those of another stream, such as
+    patches of an image in a text, are these tokens after the last step that these have there (see `stream_entries`).
 
     Attributes:
         trace: the trace.
         steps: the layers in steps, in order of execution.
         streams: the streams in the order of their tokens.
+        entries: for some steps, by the name of the first layer, the token as which each token goes on after it.
     """
 
     trace: Trace
     steps: Sequence[Step]
     streams: tuple[TokenStream, ...]
+    entries: Mapping[str, Int[Tensor, "batch token"]]
 
     @classmethod
     def of(cls, trace: Trace, method: str, layers: Sequence[Layer]) -> "Joint":
-        """Return the composition of layers; raise the errors of `composable_steps`."""
+        """Return the composition of layers.
+
+        Raises the errors of `composable_steps`, and `UncoveredError` for a token that begins as several others.
+        """
         steps = composable_steps(trace, method, layers)
         used = {stream: None for step in steps for stream in reversed(streams_of(trace, step[0]))}
         ordered = [stream for stream in trace.streams if stream in used]
-        return cls(trace, steps, (*(stream for stream in used if stream not in trace.streams), *ordered))
+        streams = (*(stream for stream in used if stream not in trace.streams), *ordered)
+        return cls(trace, steps, streams, _entries(trace, method, steps, streams) if len(streams) > 1 else {})
 
     @property
     def length(self) -> int:
@@ -149,6 +157,8 @@ class Joint:
         self, step: Step, multiply: Multiply, rows: Float[Tensor, "batch row token"]
     ) -> Float[Tensor, "batch row token"]:
         """Return rows times I + the maps of a step, which `multiply` multiplies them by."""
+        if (begins := self.entries.get(step[0].name)) is not None:
+            rows = torch.zeros_like(rows).scatter_add_(2, begins.unsqueeze(1).expand_as(rows), rows)
         written, read = self.written(step[0]), self.read(step[0])
         selected = rows[..., written]
         if len(self.streams) > 1 and not bool(selected.any()):
@@ -184,6 +194,8 @@ class Joint:
         total = torch.eye(self.length, dtype=mixing.dtype, device=mixing.device).repeat(len(mixing), 1, 1)
         total[:, written, written] = 0 if residual is None else torch.diag_embed(residual)
         total[:, written, read] += mixing
+        if (begins := self.entries.get(step[0].name)) is not None:
+            total = total.gather(1, begins.unsqueeze(-1).expand_as(total))
         return total
 
     def _widened(self, block: Float[Tensor, "batch row key"], read: slice) -> Float[Tensor, "batch row token"]:
@@ -192,6 +204,12 @@ class Joint:
         wide = block.new_zeros(*block.shape[:-1], self.length)
         wide[..., read] = block
         return wide
+
+    def enter(self, step: Step, stream: TokenStream) -> bool:
+        """Whether tokens of a stream go on as others after a step (see `entries`)."""
+        begins, slot = self.entries.get(step[0].name), self.slot(stream)
+        own = torch.arange(slot.start, slot.stop, device="cpu")
+        return begins is not None and bool((begins[:, slot].cpu() != own).any())
 
     def blank(self, scores: Float[Tensor, "batch row token"], rows: Int[Tensor, "batch row"]) -> None:
         """Set the scores of pairs with padding to zero, in place."""
@@ -208,3 +226,33 @@ class Joint:
         wide = numbers.new_zeros(len(numbers), self.length)
         wide[:, self.written(layer)] = numbers
         return wide.gather(1, rows.to(wide.device))
+
+
+def _entries(
+    trace: Trace, method: str, steps: Sequence[Step], streams: tuple[TokenStream, ...]
+) -> dict[str, Int[Tensor, "batch token"]]:
+    """Return `Joint.entries`."""
+    slots, last = key_slots(streams), trace.layers[-1].output
+    own = torch.arange(sum(stream.shape[1] for stream in streams), device="cpu").expand(len(last), -1)
+    by_step: dict[str, Int[Tensor, "batch token"]] = {}
+    for entry in (e for e in stream_entries(trace) if e.written in slots and e.read in slots):
+        if (step := _last_step(trace, steps, entry)) is None:
+            continue
+        slot, begins = slots[entry.written], by_step.get(step[0].name, own.clone())
+        enters = entry.tokens != NONE
+        earlier = torch.stack([each[:, slot] for each in (*by_step.values(), own)]) != own[:, slot]
+        if bool((entry.tokens == SEVERAL).any() | (earlier & enters).any()):
+            raise UncoveredError(
+                f"{method} multiplies the maps of layers; a token of {entry.written.name} begins as several tokens, or "
+                f"as one of another sequence, of {entry.read.name} or of further streams; layers=[...] selects layers "
+                "of one stream."
+            )
+        begins[:, slot] = torch.where(enters, entry.tokens + slots[entry.read].start, begins[:, slot])
+        by_step[step[0].name] = begins
+    return {name: begins.to(last.device) for name, begins in by_step.items()}
+
+
+def _last_step(trace: Trace, steps: Sequence[Step], entry: Entry) -> Step | None:
+    """Return the last step that is in the vectors which enter."""
+    names = {trace.layers[index].name for index in entry.read.layers if index <= entry.layer}
+    return next((step for step in reversed(steps) if step[0].name in names), None)

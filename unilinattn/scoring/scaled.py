@@ -77,6 +77,12 @@ class ScaledProduct:
             self._scale()
         self._multiply([(slice(None), mixing)], identity=False)
 
+    def take(self, rows: Int[Tensor, "batch row"]) -> None:
+        """Replace each row by one of the rows."""
+        self.values = self.values.gather(1, rows.unsqueeze(-1).expand_as(self.values))
+        if self.exponents is not None:
+            self.exponents = self.exponents.gather(1, rows)
+
     def write(self, rows: Int[Tensor, "batch row"], product: "ScaledProduct") -> None:
         """Replace some rows by those of another product."""
         self.values.scatter_(1, rows.unsqueeze(-1).expand(-1, -1, self.values.shape[2]), product.values.to(self.values))

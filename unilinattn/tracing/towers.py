@@ -1,21 +1,20 @@
 """Parts of a model with equal numbers of tokens: of one sequence, as stages are, or of two, as patches and words."""
 
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-import torch
 from jaxtyping import Bool
 from torch import Tensor, nn
 
-from unilinattn.call.nested import mapped, tensors
+from unilinattn.call.nested import mapped
 from unilinattn.host.inputs import call_host, ids_name
 from unilinattn.host.isolation import runs_in_gradient_mode
-from unilinattn.host.observer import Inputs, Observer
+from unilinattn.host.observer import Inputs
 from unilinattn.host.run import run
 from unilinattn.tracing.changed_inputs import changed_input, perturbed
 from unilinattn.tracing.layer import Layer
+from unilinattn.tracing.layer_calls import LayerCalls
 from unilinattn.tracing.token_streams import tower_of
 
 
@@ -127,7 +126,7 @@ class _Runs:
         return changes
 
 
-class _Changes(Observer[str]):
+class _Changes(LayerCalls):
     """Changes the outputs of layers, and notes the inputs of layers and which of their tokens are others than before.
 
     Attributes:
@@ -139,29 +138,20 @@ class _Changes(Observer[str]):
     def __init__(
         self, model: nn.Module, layers: Sequence[Layer], changed: Collection[str] | None, before: Mapping[str, Tensor]
     ) -> None:
-        super().__init__(model)
+        super().__init__(model, layers)
         self.inputs: dict[str, Tensor] = {}
         self.moved: dict[str, Bool[Tensor, "batch token"]] = {}
         self.changed = set(changed or ())
-        self._adds, self._before, self._calls = changed is None, before, Counter[str]()
-        self._layers = {layer.name: layer for layer in layers}
-
-    def frame(self, path: str, module: nn.Module, inputs: Inputs) -> str:
-        """Return the name of a layer that is this call of the module (see `Layer.name`)."""
-        name = path or type(module).__name__
-        self._calls[name] += 1
-        return name if self._calls[name] == 1 else f"{name}#{self._calls[name]}"
+        self._adds, self._before = changed is None, before
 
     def entering(self, frame: str, module: nn.Module, inputs: Inputs) -> Inputs | None:
         """Compare the input of a layer with that of the earlier run."""
-        if (layer := self._layers.get(frame)) is None:
+        if (layer := self.layers.get(frame)) is None:
             return None
-        traced, read = _alike(layer.arguments, layer.input_shape), _alike(inputs, layer.input_shape)
-        number = next((n for n, t in enumerate(traced) if torch.equal(_read(layer, t), layer.input)), None)
-        if number is not None and len(read) == len(traced):
-            self.inputs[frame] = _read(layer, read[number]).clone()
+        if (vectors := self.read(layer, inputs)) is not None:
+            self.inputs[frame] = vectors
             if frame in self._before:
-                self.moved[frame] = (self.inputs[frame] != self._before[frame]).any(-1)
+                self.moved[frame] = (vectors != self._before[frame]).any(-1)
         if self._adds and not (self.changed and _continues(layer, self.moved)):
             self.changed.add(frame)
         return None
@@ -170,13 +160,5 @@ class _Changes(Observer[str]):
         """Change the vectors that a layer returns."""
         if frame not in self.changed:
             return None
-        shape = self._layers[frame].output_shape
+        shape = self.layers[frame].output_shape
         return mapped(output, lambda t: perturbed(t) if t.shape == shape and t.is_floating_point() else t)
-
-
-def _alike(values: Any, shape: torch.Size) -> list[Tensor]:
-    return [t for t in tensors(values) if t.shape == shape and t.is_floating_point()]
-
-
-def _read(layer: Layer, tensor: Tensor) -> Tensor:
-    return layer.as_read(tensor, layer.input.shape).to(layer.input)

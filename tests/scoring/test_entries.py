@@ -1,0 +1,162 @@
+"""Compositions over streams that no layer joins: the patches of an image among the tokens of a text."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import unilinattn as ula
+from unilinattn.errors import UncoveredError
+from unilinattn.reruns.entries import NONE, SEVERAL, stream_entries
+from unilinattn.testing import promoted, randomize, relative_error
+
+LIMIT = 1e-10
+IMAGE = 19
+PATCHES, CLS = 4, 1
+
+
+@pytest.fixture(autouse=True)
+def _in_float64() -> Iterator[None]:
+    with promoted():
+        yield
+
+
+def llava(feature: int = -1, select: str = "default") -> nn.Module:
+    sizes = dict(hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2)
+    vision = transformers.CLIPVisionConfig(**sizes, image_size=4, patch_size=2)
+    text = transformers.LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=20)
+    features = dict(vision_feature_layer=feature, vision_feature_select_strategy=select)
+    config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_id=IMAGE, **features)
+    torch.manual_seed(0)
+    return randomize(transformers.LlavaForConditionalGeneration(config).double().eval())
+
+
+def inputs(*texts: list[int]) -> dict[str, Tensor]:
+    images = torch.randn(len(texts), 3, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    return {"input_ids": torch.tensor(texts), "pixel_values": images}
+
+
+TEXTS = [3, *[IMAGE] * PATCHES, 4, 5], [4, 5, *[IMAGE] * PATCHES, 6]
+
+
+@pytest.mark.parametrize("feature", [-1, -2])
+def test_rollout_goes_on_in_the_image(feature: int) -> None:
+    """The product of the text's maps, of the places of the patches, and of the maps of the layers before them."""
+    trace = ula.trace(llava(feature), inputs(*TEXTS), progress=False)
+    assert [stream.shape for stream in trace.streams] == [(2, CLS + PATCHES), (2, 7)]
+    maps = [
+        ula.explain(trace, method="raw", layers=[index], sign="keep", progress=False).scores[0] for index in range(4)
+    ]
+    eye = torch.eye(12, dtype=torch.float64).expand(2, 12, 12)
+    expected = torch.zeros(2, 7, 12, dtype=torch.float64)
+    for row, ids in enumerate(TEXTS):
+        patch = CLS
+        for token, index in enumerate(ids):
+            expected[row, token, 5 + token if index != IMAGE else patch] = 1
+            patch += index == IMAGE
+    for attention in reversed(maps[:2] if feature == -1 else maps[:1]):
+        step = eye.clone()
+        step[:, :5, :5] += attention
+        expected = expected @ step
+    for attention in maps[2:]:
+        expected = expected + attention @ expected
+    result = ula.explain(trace, method="rollout", sign="keep", progress=False)
+    assert relative_error(result.scores[:, 5:], expected) < LIMIT
+    assert bool((result.scores[:, -1, 1:5] != 0).all())
+
+
+COMPOSED = (
+    "rollout",
+    ula.methods.Alti(compose="rollout"),
+    ula.methods.Latim(compose="rollout"),
+    "attribution",
+    "contribution",
+    "alti_logit",
+    "attention_grad",
+)
+
+
+@pytest.mark.parametrize("method", COMPOSED, ids=str)
+def test_the_row_of_a_target_is_that_of_all_rows(method: Any) -> None:
+    trace = ula.trace(llava(), inputs(*TEXTS), progress=False)
+    whole, row = (ula.explain(trace, method=method, target=target, progress=False).scores for target in (None, -1))
+    assert relative_error(row, whole[:, -1]) < LIMIT
+    # Contributions with negative products are left out.
+    assert bool((row[:, CLS : CLS + PATCHES] != 0).any())
+    # A patch in the text is the patch of the image.
+    assert not bool(row[:, 5:][torch.tensor(TEXTS) == IMAGE].any())
+
+
+def test_relevances_begin_with_the_tokens_that_have_shares() -> None:
+    trace = ula.trace(llava(), inputs(*TEXTS), progress=False)
+    with pytest.raises(UncoveredError, match=r"precedes the tokens that have shares.*start_layer="):
+        ula.explain(trace, method="transformer_attribution", target=-1, progress=False)
+    text = ula.explain(trace, method="transformer_attribution", target=-1, start_layer=2, progress=False)
+    assert text.sizes["key"] == 7
+
+
+def test_shares_of_vectors_go_on_in_the_image() -> None:
+    trace = ula.trace(llava(), inputs(*TEXTS), progress=False)
+    result = ula.explain(trace, method="alti_logit", target=-1, progress=False)
+    total = result.scores.sum(-1) + result.extras["bias"] + result.extras["remainder"]
+    assert float((total - result.extras["logit"]).abs().max()) < LIMIT
+    assert not bool(result.scores[:, 5:][torch.tensor(TEXTS) == IMAGE].any())
+    assert bool((result.scores[:, CLS : CLS + PATCHES] != 0).all())
+
+
+class Joined(nn.Module):
+    """Two encoders, and a third one of tokens of both."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        layers = (nn.TransformerEncoderLayer(8, 2, 12, dropout=0, batch_first=True) for _ in range(3))
+        self.first, self.second, self.third = (
+            nn.TransformerEncoder(layer, 1, enable_nested_tensor=False) for layer in layers
+        )
+        self.how, self.cls, self.head = how, nn.Parameter(torch.randn(1, 1, 8)), nn.Linear(8, 3)
+
+    def forward(self, first: Tensor, second: Tensor) -> Tensor:
+        one, two = self.first(first), self.second(second)
+        cls = self.cls.expand(len(one), -1, -1)
+        match self.how:
+            case "joined":
+                tokens = torch.cat([cls, two, one], 1)
+            case "summed":
+                tokens = torch.cat([cls, one + two], 1)
+            case "dropped":
+                tokens = one[:, [4, 0]]
+            case _:
+                tokens = torch.cat([one.flip(0), cls], 1)
+        return self.head(self.third(tokens)[:, 0])
+
+
+def joined(how: str, second: int = 3) -> ula.Trace:
+    torch.manual_seed(0)
+    vectors = {"first": torch.randn(2, 5, 8).double(), "second": torch.randn(2, second, 8).double()}
+    return ula.trace(randomize(Joined(how).double().eval()), vectors, progress=False)
+
+
+def test_entries_of_several_streams() -> None:
+    by_read = {entry.read.name: entry.tokens.tolist() for entry in stream_entries(joined("joined"))}
+    assert by_read == {"second": [[NONE, 0, 1, 2, *[NONE] * 5]] * 2, "first": [[*[NONE] * 4, 0, 1, 2, 3, 4]] * 2}
+    (entry,) = stream_entries(joined("dropped"))
+    assert entry.tokens.tolist() == [[4, 0]] * 2
+
+
+def test_tokens_without_a_single_origin_are_refused() -> None:
+    trace = joined("summed", 5)
+    with pytest.raises(UncoveredError, match=r"rollout multiplies the maps.*begins as several tokens"):
+        ula.explain(trace, method="rollout", target=0, progress=False)
+    (entry,) = stream_entries(joined("other sequences"))
+    assert entry.tokens.tolist() == [[*[SEVERAL] * 5, NONE]] * 2
+
+
+def test_streams_that_layers_join_have_no_entries() -> None:
+    ids = dict(vocab_size=19, pad_token_id=0, eos_token_id=2, decoder_start_token_id=0)
+    config = transformers.T5Config(d_model=8, d_kv=4, d_ff=12, num_layers=1, num_heads=2, **ids)
+    model = randomize(transformers.T5ForConditionalGeneration(config).double().eval())
+    arguments = {"input_ids": torch.tensor([[3, 4, 5, 6]]), "decoder_input_ids": torch.tensor([[0, 7]])}
+    assert not stream_entries(ula.trace(model, arguments, progress=False))

@@ -1,0 +1,173 @@
+"""Where tokens of a stream begin as those of another, though no layer reads them: patches of an image in a text."""
+
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor, nn
+
+from unilinattn.call.nested import mapped
+from unilinattn.host.draws import drawing
+from unilinattn.host.observer import Inputs
+from unilinattn.host.run import run
+from unilinattn.tracing.changed_inputs import perturbed
+from unilinattn.tracing.layer import Layer
+from unilinattn.tracing.layer_calls import LayerCalls
+from unilinattn.tracing.token_streams import TokenStream, stream_read
+from unilinattn.tracing.trace import Trace
+
+NONE = -1
+"""In place of the token of a stream: none."""
+
+SEVERAL = -2
+"""In place of the token of a stream: more than one, or one of another sequence."""
+
+_known: "WeakKeyDictionary[Layer, tuple[Entry, ...]]" = WeakKeyDictionary()
+"""The entries of each trace by its last layer."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The tokens of a stream that begin as tokens of an earlier one.
+
+    Attributes:
+        written: the stream that begins.
+        read: the earlier stream.
+        layer: the index of the last layer whose output is in the vectors of `read` that enter.
+        tokens: the token of `read` as which each token of `written` begins, `NONE` or `SEVERAL`.
+    """
+
+    written: TokenStream
+    read: TokenStream
+    layer: int
+    tokens: Int[Tensor, "batch token"]
+
+
+def stream_entries(trace: Trace) -> tuple[Entry, ...]:
+    """Return the entries of a trace's streams into each other, but for those that a layer writes.
+
+    They are measured: the outputs of the layers of an earlier stream are constants, so that each of its tokens keeps to
+    itself, and noise at half of its tokens moves the tokens of a later stream that begin as these. With N tokens the
+    model runs 2 log2 N times up to the first layer of the later stream, once if none moves.
+    """
+    last = trace.layers[-1]
+    if last not in _known:
+        _known[last] = () if last.in_pieces else tuple(_measured(trace))
+    return _known[last]
+
+
+def _measured(trace: Trace) -> list[Entry]:
+    entries: list[Entry] = []
+    for written in trace.streams[1:]:
+        start = trace.layers[written.layers[0]]
+        earlier = [s for s in trace.streams if s.layers[0] < written.layers[0] and s.shape[0] == written.shape[0]]
+        if not earlier or not _reads_itself(trace, start, written):
+            continue
+        runs = _Runs(trace, start, earlier)
+        # The latest first: what it has from an earlier one is no entry of that one.
+        for read in sorted(earlier, key=lambda s: s.layers[0], reverse=True):
+            if (entry := _entry(runs, written, read)) is not None:
+                entries.append(_without_steps(entry, entries))
+    return [entry for entry in entries if bool((entry.tokens != NONE).any())]
+
+
+def _reads_itself(trace: Trace, layer: Layer, written: TokenStream) -> bool:
+    """Whether a stream's first layer reads tokens of that stream, which are there before."""
+    if layer.opaque:
+        return True
+    return any(stream_read(layer, port, trace.layers, trace.streams) == written for port in layer.ports)
+
+
+def _entry(runs: "_Runs", written: TokenStream, read: TokenStream) -> Entry | None:
+    layers = [index for index in read.layers if index < written.layers[0]]
+    every = torch.ones(read.shape, dtype=torch.bool, device="cpu")
+    moved = runs.moved(layers, every)
+    if not bool(moved.any()):
+        return None
+    # Features may be those of a layer before the last one.
+    last = next(index for index in reversed(layers) if bool(runs.moved([index], every).any()))
+    single = runs.moved([last], every)
+    number = torch.arange(every.numel(), device="cpu").view(read.shape)
+    source, unique = torch.zeros(written.shape, dtype=torch.long, device="cpu"), moved == single
+    for bit in range(max(1, (every.numel() - 1).bit_length())):
+        has = (number >> bit) & 1 == 1
+        one, zero = runs.moved([last], has), runs.moved([last], ~has)
+        source += one << bit
+        unique &= (one ^ zero) == single
+    length = read.shape[1]
+    unique &= ~moved | (source // length == torch.arange(len(source), device="cpu")[:, None])
+    tokens = torch.where(moved, source % length, NONE).masked_fill(~unique, SEVERAL)
+    return Entry(written, read, last, tokens)
+
+
+def _without_steps(entry: Entry, entries: Sequence[Entry]) -> Entry:
+    """Return an entry without the tokens that come through a stream between both, as which they begin."""
+    tokens = entry.tokens
+    for second in entries:
+        for first in entries:
+            if second.written == entry.written and (first.written, first.read) == (second.read, entry.read):
+                through = first.tokens.gather(1, second.tokens.clamp_min(0)).masked_fill(second.tokens < 0, NONE)
+                tokens = tokens.masked_fill((through == tokens) & (through != NONE), NONE)
+    return Entry(entry.written, entry.read, entry.layer, tokens)
+
+
+class _Runs:
+    """Runs of a model up to the first layer of a stream, in which the layers of earlier streams write constants."""
+
+    def __init__(self, trace: Trace, start: Layer, earlier: Sequence[TokenStream]) -> None:
+        self._trace, self._start = trace, start
+        self._layers = [trace.layers[index] for stream in earlier for index in stream.layers]
+        self._before = self._vectors({})
+
+    def moved(self, layers: Collection[int], tokens: Bool[Tensor, "batch token"]) -> Bool[Tensor, "batch token"]:
+        """Return which tokens move that the stream's first layer reads, with noise at tokens that layers write."""
+        now = self._vectors({self._trace.layers[index].name: tokens for index in layers})
+        # Written so that a NaN does not move.
+        return ((now < self._before) | (now > self._before)).any(-1).cpu()
+
+    def _vectors(self, noisy: Mapping[str, Bool[Tensor, "batch token"]]) -> Tensor:
+        calls = _Constants(self._trace.host, self._start, self._layers, noisy)
+        with suppress(_ReachedError), drawing(self._trace.draws):
+            run(self._trace.host, self._trace.arguments, observer=calls.attached())
+        return self._start.input.new_zeros(self._start.input.shape) if calls.vectors is None else calls.vectors
+
+
+class _ReachedError(Exception):
+    """A run has reached the layer whose input is wanted."""
+
+
+class _Constants(LayerCalls):
+    """Replaces the outputs of layers by those of the trace, with noise at some tokens, up to the call of a layer.
+
+    Attributes:
+        vectors: the vectors that this layer reads.
+    """
+
+    def __init__(
+        self, model: nn.Module, start: Layer, layers: Sequence[Layer], noisy: Mapping[str, Bool[Tensor, "batch token"]]
+    ) -> None:
+        super().__init__(model, [*layers, start])
+        self.vectors: Tensor | None = None
+        self._start, self._noisy = start.name, noisy
+
+    def entering(self, frame: str, module: nn.Module, inputs: Inputs) -> Inputs | None:
+        """Stop at the layer whose input is wanted."""
+        if frame == self._start:
+            self.vectors = self.read(self.layers[frame], inputs)
+            raise _ReachedError
+        return None
+
+    def leaving(self, frame: str, module: nn.Module, inputs: Inputs, output: Any) -> Any:
+        """Replace the vectors that a layer returns."""
+        if (layer := self.layers.get(frame)) is None:
+            return None
+        vectors = layer.output
+        if (tokens := self._noisy.get(frame)) is not None:
+            vectors = torch.where(tokens.to(vectors.device)[..., None], perturbed(vectors), vectors)
+        returned = layer.as_returned(vectors)
+        shape = layer.output_shape
+        return mapped(output, lambda t: returned.to(t) if t.shape == shape and t.is_floating_point() else t)
