@@ -119,7 +119,8 @@ class Joined(nn.Module):
         self.how, self.cls, self.head = how, nn.Parameter(torch.randn(1, 1, 8)), nn.Linear(8, 3)
 
     def forward(self, first: Tensor, second: Tensor) -> Tensor:
-        one, two = self.first(first), self.second(second)
+        one = self.first(first)
+        two = one if self.how == "dropped twice" else self.second(second)
         cls = self.cls.expand(len(one), -1, -1)
         match self.how:
             case "joined":
@@ -128,6 +129,8 @@ class Joined(nn.Module):
                 tokens = torch.cat([cls, one + two], 1)
             case "dropped":
                 tokens = one[:, [4, 0]]
+            case "dropped twice":
+                tokens = self.second(one[:, [4, 0, 2]])[:, [2, 0]]
             case _:
                 tokens = torch.cat([one.flip(0), cls], 1)
         return self.head(self.third(tokens)[:, 0])
@@ -144,6 +147,12 @@ def test_entries_of_several_streams() -> None:
     assert by_read == {"second": [[NONE, 0, 1, 2, *[NONE] * 5]] * 2, "first": [[*[NONE] * 4, 0, 1, 2, 3, 4]] * 2}
     (entry,) = stream_entries(joined("dropped"))
     assert entry.tokens.tolist() == [[4, 0]] * 2
+    # What comes through a stream between two others does not enter the last one again.
+    twice = {
+        (entry.read.name, entry.written.name): entry.tokens[0].tolist()
+        for entry in stream_entries(joined("dropped twice"))
+    }
+    assert twice == {("first", "second"): [4, 0, 2], ("second", "third"): [2, 0]}
 
 
 def test_tokens_without_a_single_origin_are_refused() -> None:
