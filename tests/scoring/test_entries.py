@@ -98,13 +98,17 @@ def test_relevances_begin_with_the_tokens_that_have_shares() -> None:
     assert text.sizes["key"] == 7
 
 
-def test_shares_of_vectors_go_on_in_the_image() -> None:
+# The token at 3 is a patch in both texts.
+@pytest.mark.parametrize("target", [-1, 3])
+def test_shares_of_vectors_go_on_in_the_image(target: int) -> None:
     trace = ula.trace(llava(), inputs(*TEXTS), progress=False)
-    result = ula.explain(trace, method="alti_logit", target=-1, progress=False)
+    result = ula.explain(trace, method="alti_logit", target=target, progress=False)
     total = result.scores.sum(-1) + result.extras["bias"] + result.extras["remainder"]
     assert float((total - result.extras["logit"]).abs().max()) < LIMIT
     assert not bool(result.scores[:, 5:][torch.tensor(TEXTS) == IMAGE].any())
     assert bool((result.scores[:, CLS : CLS + PATCHES] != 0).all())
+    whole = ula.explain(trace, method="alti_logit", progress=False)
+    assert relative_error(whole.scores[:, target], result.scores) < LIMIT
 
 
 class Joined(nn.Module):
