@@ -11,8 +11,9 @@ from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.estimate import Estimate
 from unilinattn.scoring.base import relative_gap
-from unilinattn.scoring.composition import composition_from
+from unilinattn.scoring.composition import Composition, composition, composition_from
 from unilinattn.scoring.gradient_maps import AtCores, Factors, core_gradients, gradient_rollout, gradient_rollout_cost
+from unilinattn.scoring.selection import streams_of
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Target, Trace
 
@@ -31,7 +32,7 @@ def transformer_attribution(
     trace: Trace, options: TransformerAttribution, *, target: Target | None = None
 ) -> Attribution:
     """Run `TransformerAttribution`."""
-    scoring, gaps = composition_from(trace, options, target), []
+    scoring, gaps = _composition(trace, options, target), []
 
     def factors(targets: Sequence[Target]) -> Iterator[Factors]:
         run = frozen(trace, None if callable(options.scalar) else targets, rule=HALF)
@@ -42,6 +43,23 @@ def transformer_attribution(
             yield {name: [gradient, slopes[name]] for name, gradient in gradients.items()}
 
     return replace(gradient_rollout(scoring, factors), completeness_gap=max(gaps))
+
+
+def _composition(
+    trace: Trace, options: TransformerAttribution, target: Target | None
+) -> Composition[TransformerAttribution]:
+    """Return the composition of the layers but those before the tokens that have relevance, as an image's."""
+    scoring = composition_from(trace, options, target)
+    if not scoring.joint.entries:
+        return scoring
+    run = frozen(trace, None if callable(options.scalar) else [-1 if target is None else target], rule=HALF)
+    constant = {layer.name for layer, mixed in zip(trace.layers, run.mixed, strict=True) if not mixed}
+    layers = [
+        layer
+        for layer in scoring.layers
+        if layer.name not in constant or streams_of(trace, layer)[0] == trace.target_stream
+    ]
+    return composition(trace, options, target, layers)
 
 
 def _relevance_slopes(

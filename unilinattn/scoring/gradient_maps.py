@@ -81,8 +81,7 @@ def weighted_blocks(
     if any(len(g) != len(every_core) for g in factors):
         raise UncoveredError(
             f"the gradients at the {len(every_core)} cores of {layer.name} ({layer.kind}) are unknown, because its "
-            "values and gates are constants in its operator, or it precedes the tokens that have shares, as layers of "
-            "an image before a text do; use 'contribution' or 'rollout', or leave it out with start_layer=."
+            "values and gates are constants in its operator; use 'contribution' or 'rollout'."
         )
     rows, step = block_shape(layer, [core.mixer for core in every_core])
     every, heads = query_rows(trace, layer), every_core[0].mixer.heads
