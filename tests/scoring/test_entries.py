@@ -162,8 +162,10 @@ def test_entries_of_several_streams() -> None:
 
 def test_tokens_without_a_single_origin_are_refused() -> None:
     trace = joined("summed", 5)
-    with pytest.raises(UncoveredError, match=r"rollout multiplies the maps.*begins as several tokens"):
+    with pytest.raises(UncoveredError, match=r"a token of third begins as several tokens"):
         ula.explain(trace, method="rollout", target=0, progress=False)
+    # Runs of the model need no product of maps.
+    assert ula.explain(trace, method="knockout", target=0, progress=False).sizes["key"] == 16
     (entry,) = stream_entries(joined("other sequences"))
     assert entry.tokens.tolist() == [[*[SEVERAL] * 5, NONE]] * 2
 

@@ -57,7 +57,9 @@ def _stackable(needs: "Needs") -> None:
 
 
 def _composition(needs: "Needs") -> None:
-    Joint.of(needs.trace, NAME, needs.selected()).rows(needs.target)
+    joint = Joint.of(needs.trace, NAME, needs.selected())
+    joint.rows(needs.target)
+    _ = joint.entries
 
 
 def _residual(needs: "Needs") -> None:

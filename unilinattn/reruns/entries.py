@@ -11,6 +11,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
 from unilinattn.call.nested import mapped
+from unilinattn.errors import UncoveredError
 from unilinattn.host.draws import drawing
 from unilinattn.host.observer import Inputs
 from unilinattn.host.run import run
@@ -52,7 +53,9 @@ def stream_entries(trace: Trace) -> tuple[Entry, ...]:
 
     They are measured: the outputs of the layers of an earlier stream are constants, so that each of its tokens keeps to
     itself, and noise at half of its tokens moves the tokens of a later stream that begin as these. With N tokens the
-    model runs 2 log2 N times up to the first layer of the later stream, once if none moves.
+    model runs about 2 log2 N times up to the first layer of the later stream, twice if none moves.
+
+    Raises `UncoveredError` if the vectors that this layer reads are none of its arguments.
     """
     last = trace.layers[-1]
     if last not in _known:
@@ -83,14 +86,15 @@ def _reads_itself(trace: Trace, layer: Layer, written: TokenStream) -> bool:
 
 
 def _entry(runs: "_Runs", written: TokenStream, read: TokenStream) -> Entry | None:
+    """Return the entry of a stream into a later one: each bit of a token's number is told by two runs."""
     layers = [index for index in read.layers if index < written.layers[0]]
     every = torch.ones(read.shape, dtype=torch.bool, device="cpu")
     moved = runs.moved(layers, every)
     if not bool(moved.any()):
         return None
     # Features may be those of a layer before the last one.
-    last = next(index for index in reversed(layers) if bool(runs.moved([index], every).any()))
-    single = runs.moved([last], every)
+    by_layer = ((index, runs.moved([index], every)) for index in reversed(layers))
+    last, single = next((each for each in by_layer if bool(each[1].any())), (layers[-1], ~moved & moved))
     number = torch.arange(every.numel(), device="cpu").view(read.shape)
     source, unique = torch.zeros(written.shape, dtype=torch.long, device="cpu"), moved == single
     for bit in range(max(1, (every.numel() - 1).bit_length())):
@@ -133,7 +137,12 @@ class _Runs:
         calls = _Constants(self._trace.host, self._start, self._layers, noisy)
         with suppress(_ReachedError), drawing(self._trace.draws):
             run(self._trace.host, self._trace.arguments, observer=calls.attached())
-        return self._start.input.new_zeros(self._start.input.shape) if calls.vectors is None else calls.vectors
+        if calls.vectors is None:
+            raise UncoveredError(
+                f"{self._start.name} reads vectors that are none of its arguments, so it is unknown which tokens of "
+                "other streams begin its own; layers=[...] selects layers of one stream."
+            )
+        return calls.vectors
 
 
 class _ReachedError(Exception):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 
 import torch
@@ -93,25 +94,49 @@ class Joint:
         trace: the trace.
         steps: the layers in steps, in order of execution.
         streams: the streams in the order of their tokens.
-        entries: for some steps, by the name of the first layer, the token as which each token goes on after it.
     """
 
     trace: Trace
     steps: Sequence[Step]
     streams: tuple[TokenStream, ...]
-    entries: Mapping[str, Int[Tensor, "batch token"]]
 
     @classmethod
     def of(cls, trace: Trace, method: str, layers: Sequence[Layer]) -> "Joint":
-        """Return the composition of layers.
-
-        Raises the errors of `composable_steps`, and `UncoveredError` for a token that begins as several others.
-        """
+        """Return the composition of layers; raise the errors of `composable_steps`."""
         steps = composable_steps(trace, method, layers)
         used = {stream: None for step in steps for stream in reversed(streams_of(trace, step[0]))}
         ordered = [stream for stream in trace.streams if stream in used]
-        streams = (*(stream for stream in used if stream not in trace.streams), *ordered)
-        return cls(trace, steps, streams, _entries(trace, method, steps, streams) if len(streams) > 1 else {})
+        return cls(trace, steps, (*(stream for stream in used if stream not in trace.streams), *ordered))
+
+    @cached_property
+    def entries(self) -> Mapping[str, Int[Tensor, "batch token"]]:
+        """For some steps, by the name of the first layer, the token as which each token goes on after it.
+
+        Raises `UncoveredError` for a token that begins as several others.
+        """
+        slots, last = key_slots(self.streams), self.trace.layers[-1].output
+        own = torch.arange(self.length, device="cpu").expand(len(last), -1)
+        by_step: dict[str, Int[Tensor, "batch token"]] = {}
+        for entry in stream_entries(self.trace) if len(self.streams) > 1 else ():
+            if not {entry.written, entry.read} <= slots.keys() or (step := self._last_step(entry)) is None:
+                continue
+            slot, begins = slots[entry.written], by_step.get(step[0].name, own.clone())
+            enters = entry.tokens != NONE
+            earlier = torch.stack([each[:, slot] for each in (*by_step.values(), own)]) != own[:, slot]
+            if bool((entry.tokens == SEVERAL).any() | (earlier & enters).any()):
+                raise UncoveredError(
+                    f"a token of {entry.written.name} begins as several tokens, or as one of another sequence, of "
+                    f"{entry.read.name} or of further streams, so no product of maps tells what it reads; layers=[...] "
+                    "selects layers of one stream."
+                )
+            begins[:, slot] = torch.where(enters, entry.tokens + slots[entry.read].start, begins[:, slot])
+            by_step[step[0].name] = begins
+        return {name: begins.to(last.device) for name, begins in by_step.items()}
+
+    def _last_step(self, entry: Entry) -> Step | None:
+        """Return the last step that is in the vectors which enter."""
+        names = {self.trace.layers[index].name for index in entry.read.layers if index <= entry.layer}
+        return next((step for step in reversed(self.steps) if step[0].name in names), None)
 
     @property
     def length(self) -> int:
@@ -226,33 +251,3 @@ class Joint:
         wide = numbers.new_zeros(len(numbers), self.length)
         wide[:, self.written(layer)] = numbers
         return wide.gather(1, rows.to(wide.device))
-
-
-def _entries(
-    trace: Trace, method: str, steps: Sequence[Step], streams: tuple[TokenStream, ...]
-) -> dict[str, Int[Tensor, "batch token"]]:
-    """Return `Joint.entries`."""
-    slots, last = key_slots(streams), trace.layers[-1].output
-    own = torch.arange(sum(stream.shape[1] for stream in streams), device="cpu").expand(len(last), -1)
-    by_step: dict[str, Int[Tensor, "batch token"]] = {}
-    for entry in (e for e in stream_entries(trace) if e.written in slots and e.read in slots):
-        if (step := _last_step(trace, steps, entry)) is None:
-            continue
-        slot, begins = slots[entry.written], by_step.get(step[0].name, own.clone())
-        enters = entry.tokens != NONE
-        earlier = torch.stack([each[:, slot] for each in (*by_step.values(), own)]) != own[:, slot]
-        if bool((entry.tokens == SEVERAL).any() | (earlier & enters).any()):
-            raise UncoveredError(
-                f"{method} multiplies the maps of layers; a token of {entry.written.name} begins as several tokens, or "
-                f"as one of another sequence, of {entry.read.name} or of further streams; layers=[...] selects layers "
-                "of one stream."
-            )
-        begins[:, slot] = torch.where(enters, entry.tokens + slots[entry.read].start, begins[:, slot])
-        by_step[step[0].name] = begins
-    return {name: begins.to(last.device) for name, begins in by_step.items()}
-
-
-def _last_step(trace: Trace, steps: Sequence[Step], entry: Entry) -> Step | None:
-    """Return the last step that is in the vectors which enter."""
-    names = {trace.layers[index].name for index in entry.read.layers if index <= entry.layer}
-    return next((step for step in reversed(steps) if step[0].name in names), None)
