@@ -71,7 +71,8 @@ def test_images_of_one_text_are_no_windows() -> None:
     assert [layer.kind for layer in made.layers] == ["softmax attention"] * 2
 
 
-def test_tiles_of_an_image_are_one_sequence_of_keys() -> None:
+def mllama() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    """Return a model whose text reads two tiles of five patches, each filled up to eight, and its inputs."""
     heads = dict(num_attention_heads=2, hidden_size=8)
     vision = dict(heads, image_size=8, patch_size=4, vision_output_dim=16, intermediate_layers_indices=[0])
     vision |= dict(num_hidden_layers=1, num_global_layers=1, intermediate_size=12, max_num_tiles=2)
@@ -92,6 +93,11 @@ def test_tiles_of_an_image_are_one_sequence_of_keys() -> None:
         "aspect_ratio_ids": torch.tensor([[2]]),
         "cross_attention_mask": torch.ones(1, 4, 1, 2, dtype=torch.long),
     }
+    return model, inputs
+
+
+def test_tiles_of_an_image_are_one_sequence_of_keys() -> None:
+    model, inputs = mllama()
     with promoted():
         made = ula.trace(model, inputs, progress=False)
         cross = next(layer for layer in made.layers if layer.name.endswith("cross_attn"))

@@ -9,6 +9,7 @@ import transformers
 from torch import Tensor, nn
 
 import unilinattn as ula
+from tests.discovery.test_windows import mllama
 from unilinattn.errors import UncoveredError
 from unilinattn.reruns.entries import NONE, SEVERAL, stream_entries
 from unilinattn.testing import promoted, randomize, relative_error
@@ -34,9 +35,9 @@ def llava(feature: int = -1, select: str = "default") -> nn.Module:
     return randomize(transformers.LlavaForConditionalGeneration(config).double().eval())
 
 
-def inputs(*texts: list[int]) -> dict[str, Tensor]:
-    images = torch.randn(len(texts), 3, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    return {"input_ids": torch.tensor(texts), "pixel_values": images}
+def inputs(*texts: list[int], images: int = 1) -> dict[str, Tensor]:
+    pixels = torch.randn(len(texts) * images, 3, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    return {"input_ids": torch.tensor(texts), "pixel_values": pixels}
 
 
 TEXTS = [3, *[IMAGE] * PATCHES, 4, 5], [4, 5, *[IMAGE] * PATCHES, 6]
@@ -77,6 +78,50 @@ COMPOSED = (
     "alti_logit",
     "attention_grad",
 )
+
+
+def test_several_images_of_a_text_are_one_sequence_of_patches() -> None:
+    """The maps of two images are the blocks of one map among the patches of both."""
+    trace = ula.trace(llava(), inputs([3, *[IMAGE] * PATCHES, 4, *[IMAGE] * PATCHES, 5], images=2), progress=False)
+    assert [stream.shape for stream in trace.streams] == [(2, CLS + PATCHES), (1, 11)]
+    maps = [
+        ula.explain(trace, method="raw", layers=[index], sign="keep", progress=False).scores[0] for index in range(4)
+    ]
+    expected = torch.zeros(11, 21, dtype=torch.float64)
+    patches = [CLS + patch + image * (CLS + PATCHES) for image in range(2) for patch in range(PATCHES)]
+    for token, index in enumerate(trace.arguments["input_ids"][0].tolist()):
+        expected[token, patches.pop(0) if index == IMAGE else 10 + token] = 1
+    for attention in maps[1::-1]:
+        expected = expected @ (torch.eye(21).double() + torch.block_diag(*attention, torch.zeros(11, 11)))
+    for attention in maps[2:]:
+        expected = expected + attention[0] @ expected
+    result = ula.explain(trace, method="rollout", sign="keep", progress=False)
+    assert result.streams["key"] == {"vision_tower": 10, "language_model": 11}
+    assert relative_error(result.scores[0, 10:], expected) < LIMIT
+    for method in COMPOSED:
+        whole, row = (ula.explain(trace, method=method, target=target, progress=False).scores for target in (None, -1))
+        assert relative_error(row, whole[:, -1]) < LIMIT
+
+
+def test_keys_that_no_layer_writes_are_patches_of_the_image() -> None:
+    """Cross-attention reads the patches of tiles without those that fill them up, which is another tensor."""
+    trace = ula.trace(*mllama(), progress=False)
+    (entry,) = stream_entries(trace)
+    patches = [0, 1, 2, 3, 4, 8, 9, 10, 11, 12]
+    assert entry.written.layers == () and entry.tokens.tolist() == [patches]
+    maps = [
+        ula.explain(trace, method="raw", layers=[index], sign="keep", progress=False).scores[0, 0] for index in range(4)
+    ]
+    places = torch.zeros(10, 16, dtype=torch.float64)
+    places[range(10), patches] = 1
+    image = (torch.eye(16) + maps[1]) @ (torch.eye(16) + maps[0])
+    expected = torch.cat([maps[3] @ places @ image, torch.eye(4) + maps[2]], 1)
+    result = ula.explain(trace, method="rollout", sign="keep", progress=False)
+    assert result.streams["key"] == {"encoder": 10, "vision_model": 16, "language_model": 4}
+    assert relative_error(result.scores[:, 26:, 10:], expected[None]) < LIMIT
+    assert not bool(result.scores[:, 26:, :10].any())
+    row = ula.explain(trace, method="rollout", sign="keep", target=-1, progress=False)
+    assert relative_error(row.scores, result.scores[:, -1]) < LIMIT
 
 
 @pytest.mark.parametrize("method", COMPOSED, ids=str)

@@ -233,7 +233,8 @@ def by_layer(layers: Sequence[Layer], grads: Sequence[Tensor | None]) -> Parts:
 
     The keys are the tokens of all streams that the layers read (see `streams_read`).
     """
-    slots = key_slots(streams_read(layers))
+    streams = streams_read(layers)
+    slots = key_slots(streams, streams[0].shape[0])
     length, streams = max(slot.stop for slot in slots.values()), token_streams(layers)
     tokens, bias, value = [], [], []
     for layer, slope in zip(layers, grads, strict=True):

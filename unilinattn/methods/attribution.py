@@ -77,7 +77,8 @@ def attribution(trace: Trace, options: weighted.Attribution, *, target: Target |
 
         def multiply(weights: Weights, positions: Tensor, row: Tensor, layer: Layer) -> Tensor:
             weight, map_ = weights[layer.name], attention.get(layer.name)
-            return vecmat(row, trace, layer, options, target=positions, weight=weight, attention=map_)
+            target = positions.expand(len(row), -1)
+            return vecmat(row, trace, layer, options, target=target, weight=weight, attention=map_)
 
         def blocks(weights: Weights, layer: Layer) -> Blocks:
             return map_blocks(trace, layer, options, weight=weights[layer.name])

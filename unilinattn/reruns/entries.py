@@ -1,6 +1,6 @@
 """Where tokens of a stream begin as those of another, though no layer reads them: patches of an image in a text."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,7 @@ from unilinattn.host.run import run
 from unilinattn.tracing.changed_inputs import perturbed
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.layer_calls import LayerCalls
-from unilinattn.tracing.token_streams import TokenStream, stream_read
+from unilinattn.tracing.token_streams import OWN, TokenStream, stream_read, stream_written
 from unilinattn.tracing.trace import Trace
 
 NONE = -1
@@ -39,7 +39,8 @@ class Entry:
         written: the stream that begins.
         read: the earlier stream.
         layer: the index of the last layer whose output is in the vectors of `read` that enter.
-        tokens: the token of `read` as which each token of `written` begins, `NONE` or `SEVERAL`.
+        tokens: the token of `read` as which each token of `written` begins, `NONE` or `SEVERAL`, both among the tokens
+            of a sequence of the trace, which may be those of several images.
     """
 
     written: TokenStream
@@ -65,29 +66,45 @@ def stream_entries(trace: Trace) -> tuple[Entry, ...]:
 
 def _measured(trace: Trace) -> list[Entry]:
     entries: list[Entry] = []
-    for written in trace.streams[1:]:
-        start = trace.layers[written.layers[0]]
-        earlier = [s for s in trace.streams if s.layers[0] < written.layers[0] and s.shape[0] == written.shape[0]]
-        if not earlier or not _reads_itself(trace, start, written):
+    for written, layer, port in _beginnings(trace):
+        index = trace.layers.index(layer)
+        earlier = [s for s in trace.streams if s is not written and s.layers[0] < index]
+        earlier = [s for s in earlier if s.shape[0] % trace.token_shape[0] == 0]
+        if not earlier:
             continue
-        runs = _Runs(trace, start, earlier)
+        runs = _Runs(trace, layer, port, earlier)
         # The latest first: what it has from an earlier one is no entry of that one.
         for read in sorted(earlier, key=lambda s: s.layers[0], reverse=True):
-            if (entry := _entry(runs, written, read)) is not None:
+            if (entry := _entry(runs, written, read, index)) is not None:
                 entries.append(_without_steps(entry, entries))
     return [entry for entry in entries if bool((entry.tokens != NONE).any())]
 
 
-def _reads_itself(trace: Trace, layer: Layer, written: TokenStream) -> bool:
-    """Whether a stream's first layer reads tokens of that stream, which are there before."""
-    if layer.opaque:
-        return True
-    return any(stream_read(layer, port, trace.layers, trace.streams) == written for port in layer.ports)
+def _beginnings(trace: Trace) -> Iterator[tuple[TokenStream, Layer, str]]:
+    """Yield the streams that may begin as others, each with the layer and the port that read it first.
+
+    These are the streams whose first layer reads their tokens, and those that a port reads and no layer writes.
+    """
+    ports: dict[TokenStream, Layer] = {}
+    for layer in trace.layers:
+        written = stream_written(layer, trace.layers, trace.streams)
+        first = trace.layers[written.layers[0]].name == layer.name
+        if layer.opaque:
+            if first:
+                yield written, layer, OWN
+            continue
+        for port in layer.ports:
+            read = stream_read(layer, port, trace.layers, trace.streams)
+            if read == written and first and written is not trace.streams[0]:
+                yield written, layer, OWN
+            elif not read.layers and port != OWN and read not in ports:
+                ports[read] = layer
+                yield read, layer, port
 
 
-def _entry(runs: "_Runs", written: TokenStream, read: TokenStream) -> Entry | None:
+def _entry(runs: "_Runs", written: TokenStream, read: TokenStream, before: int) -> Entry | None:
     """Return the entry of a stream into a later one: each bit of a token's number is told by two runs."""
-    layers = [index for index in read.layers if index < written.layers[0]]
+    layers, batch = [index for index in read.layers if index < before], runs.batch
     every = torch.ones(read.shape, dtype=torch.bool, device="cpu")
     moved = runs.moved(layers, every)
     if not bool(moved.any()):
@@ -102,8 +119,9 @@ def _entry(runs: "_Runs", written: TokenStream, read: TokenStream) -> Entry | No
         one, zero = runs.moved([last], has), runs.moved([last], ~has)
         source += one << bit
         unique &= (one ^ zero) == single
-    length = read.shape[1]
-    unique &= ~moved | (source // length == torch.arange(len(source), device="cpu")[:, None])
+    source, moved, unique = (each.reshape(batch, -1) for each in (source, moved, unique))
+    length = read.count(batch)
+    unique = unique & (~moved | (source // length == torch.arange(batch, device="cpu")[:, None]))
     tokens = torch.where(moved, source % length, NONE).masked_fill(~unique, SEVERAL)
     return Entry(written, read, last, tokens)
 
@@ -122,8 +140,9 @@ def _without_steps(entry: Entry, entries: Sequence[Entry]) -> Entry:
 class _Runs:
     """Runs of a model up to the first layer of a stream, in which the layers of earlier streams write constants."""
 
-    def __init__(self, trace: Trace, start: Layer, earlier: Sequence[TokenStream]) -> None:
-        self._trace, self._start = trace, start
+    def __init__(self, trace: Trace, start: Layer, port: str, earlier: Sequence[TokenStream]) -> None:
+        self._trace, self._start, self._port = trace, start, port
+        self.batch = trace.token_shape[0]
         self._layers = [trace.layers[index] for stream in earlier for index in stream.layers]
         self._before = self._vectors({})
 
@@ -134,7 +153,7 @@ class _Runs:
         return ((now < self._before) | (now > self._before)).any(-1).cpu()
 
     def _vectors(self, noisy: Mapping[str, Bool[Tensor, "batch token"]]) -> Tensor:
-        calls = _Constants(self._trace.host, self._start, self._layers, noisy)
+        calls = _Constants(self._trace.host, self._start, self._port, self._layers, noisy)
         with suppress(_ReachedError), drawing(self._trace.draws):
             run(self._trace.host, self._trace.arguments, observer=calls.attached())
         if calls.vectors is None:
@@ -157,16 +176,23 @@ class _Constants(LayerCalls):
     """
 
     def __init__(
-        self, model: nn.Module, start: Layer, layers: Sequence[Layer], noisy: Mapping[str, Bool[Tensor, "batch token"]]
+        self,
+        model: nn.Module,
+        start: Layer,
+        port: str,
+        layers: Sequence[Layer],
+        noisy: Mapping[str, Bool[Tensor, "batch token"]],
     ) -> None:
         super().__init__(model, [*layers, start])
         self.vectors: Tensor | None = None
-        self._start, self._noisy = start.name, noisy
+        self._start, self._port, self._noisy = start, port, noisy
 
     def entering(self, frame: str, module: nn.Module, inputs: Inputs) -> Inputs | None:
         """Stop at the layer whose input is wanted."""
-        if frame == self._start:
-            self.vectors = self.read(self.layers[frame], inputs)
+        if frame == self._start.name:
+            is_own = self._port == OWN
+            vectors = self.read(self._start, inputs) if is_own else self.read_port(self._start, self._port, inputs)
+            self.vectors = vectors
             raise _ReachedError
         return None
 

@@ -44,7 +44,7 @@ class Composition(Scoring[Method]):
     @property
     def map_bytes(self) -> int:
         """The bytes of a map among all tokens."""
-        output = self.layers[0].output
+        output = self.trace.layers[-1].output
         return output.shape[0] * self.joint.length**2 * output.element_size()
 
 
@@ -164,7 +164,8 @@ def rollout_of_maps(scoring: Composition[MapOptions]) -> Attribution:
         rows = query_rows(trace, trace.layers[-1], target)
 
         def multiply(row: Tensor, layer: Layer) -> Tensor:
-            return vecmat(row, trace, layer, options, target=rows)
+            # Several images of a sequence have as many rows.
+            return vecmat(row, trace, layer, options, target=rows.expand(len(row), -1))
 
         _multiply_rows(product, joint, options.name, multiply)
     rho, scale = finished(product, joint, joint.rows(target))

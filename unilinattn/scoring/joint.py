@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -39,21 +38,26 @@ class Axes:
     keys: tuple[TokenStream, ...]
 
     @property
+    def batch(self) -> int:
+        """The number of sequences: the least of any stream, since a sequence may have several images."""
+        return min(stream.shape[0] for stream in self.keys)
+
+    @property
     def shape(self) -> tuple[int, int, int]:
         """(batch, query, key)."""
-        queries, keys = (sum(stream.shape[1] for stream in streams) for streams in (self.queries, self.keys))
-        return self.keys[0].shape[0], queries, keys
+        queries, keys = (sum(stream.count(self.batch) for stream in streams) for streams in (self.queries, self.keys))
+        return self.batch, queries, keys
 
     @property
     def slots(self) -> dict[TokenStream, slice]:
         """The keys of each stream."""
-        return key_slots(self.keys)
+        return key_slots(self.keys, self.batch)
 
     @property
     def names(self) -> Mapping[str, Mapping[str, int]]:
         """By "query" and "key", the number of tokens of each stream by its name; nothing if one stream is both."""
         axes = {"query": self.queries, "key": self.keys}
-        counts = {axis: {stream.name: stream.shape[1] for stream in streams} for axis, streams in axes.items()}
+        counts = {axis: {stream.name: stream.count(self.batch) for stream in streams} for axis, streams in axes.items()}
         return counts if len(self.keys) > 1 or self.queries != self.keys else {}
 
     def mask(self) -> Bool[Tensor, "batch key"] | None:
@@ -66,19 +70,20 @@ class Axes:
             torch.ones(stream.shape, dtype=torch.bool, device=device) if mask is None else mask.to(device)
             for stream, mask in zip(self.keys, masks, strict=True)
         )
-        return torch.cat(list(real), 1)
+        return torch.cat([mask.reshape(self.batch, -1) for mask in real], 1)
 
     def sinks(self) -> tuple[tuple[int, ...], ...] | None:
         """Return the positions of each sequence's attention sinks among the keys, None if they are unknown."""
         by_stream = [sink_tokens(layers_in(self.trace, stream), stream.shape) for stream in self.keys]
         if all(sinks is None for sinks in by_stream):
             return None
-        none: tuple[tuple[int, ...], ...] = ((),) * self.shape[0]
-        shifted = [
-            [[slot.start + key for key in row] for row in sinks or none]
-            for slot, sinks in zip(self.slots.values(), by_stream, strict=True)
-        ]
-        return tuple(tuple(chain.from_iterable(rows)) for rows in zip(*shifted, strict=True))
+        positions: list[list[int]] = [[] for _ in range(self.batch)]
+        for (stream, slot), sinks in zip(self.slots.items(), by_stream, strict=True):
+            images = stream.shape[0] // self.batch
+            for index, row in enumerate(sinks or ()):
+                start = slot.start + index % images * stream.shape[1]
+                positions[index // images].extend(start + key for key in row)
+        return tuple(map(tuple, positions))
 
 
 @dataclass(frozen=True)
@@ -114,7 +119,7 @@ class Joint:
 
         Raises `UncoveredError` for a token that begins as several others.
         """
-        slots, last = key_slots(self.streams), self.trace.layers[-1].output
+        slots, last = key_slots(self.streams, self.batch), self.trace.layers[-1].output
         own = torch.arange(self.length, device="cpu").expand(len(last), -1)
         by_step: dict[str, Int[Tensor, "batch token"]] = {}
         for entry in stream_entries(self.trace) if len(self.streams) > 1 else ():
@@ -139,13 +144,18 @@ class Joint:
         return next((step for step in reversed(self.steps) if step[0].name in names), None)
 
     @property
+    def batch(self) -> int:
+        """The number of sequences: the least of any stream, since a sequence may have several images."""
+        return min(stream.shape[0] for stream in self.streams)
+
+    @property
     def length(self) -> int:
         """The number of tokens of all streams."""
-        return sum(stream.shape[1] for stream in self.streams)
+        return sum(stream.count(self.batch) for stream in self.streams)
 
     def slot(self, stream: TokenStream) -> slice:
         """Return the tokens of a stream among all tokens."""
-        return key_slots(self.streams)[stream]
+        return key_slots(self.streams, self.batch)[stream]
 
     def axes(self, *, whole: bool) -> Axes:
         """Return the axes of the product: the queries are all tokens if it is `whole`, else those of targets."""
@@ -189,7 +199,10 @@ class Joint:
         if len(self.streams) > 1 and not bool(selected.any()):
             # The stream does not reach these rows, such as another tower's.
             return rows
-        added = sum_on_first(multiply(selected, layer) for layer in step).to(rows)
+        images = step[0].output.shape[0] // len(rows)
+        by_image = selected.unflatten(-1, (images, -1)).transpose(1, 2).flatten(0, 1)
+        added = sum_on_first(multiply(by_image, layer) for layer in step).to(rows)
+        added = added.unflatten(0, (-1, images)).transpose(1, 2).flatten(2)
         if selected.shape == rows.shape and written == read:
             return rows + added
         product = rows.clone()
@@ -202,8 +215,12 @@ class Joint:
         """Yield the maps of a step's layers among all tokens, in blocks of rows."""
         written, read = self.written(step[0]), self.read(step[0])
         for layer in step:
+            queries = layer.output.shape[1]
             for span, block in blocks(layer):
-                yield slice(written.start + span.start, written.start + span.stop), self._widened(block, read)
+                for image, part in enumerate(block.unflatten(0, (self.batch, -1)).unbind(1)):
+                    start, keys = written.start + image * queries, read.start + image * part.shape[-1]
+                    columns = slice(keys, keys + part.shape[-1])
+                    yield slice(start + span.start, start + span.stop), self._widened(part, columns)
 
     def dropped(self, step: Step) -> slice | None:
         """Return the rows of a step's map that have no identity (see `begins_stream`), None if all have one."""
@@ -216,9 +233,11 @@ class Joint:
         written, read = self.written(step[0]), self.read(step[0])
         if mixing.shape[1] == self.length and written == read:
             return mixing
-        total = torch.eye(self.length, dtype=mixing.dtype, device=mixing.device).repeat(len(mixing), 1, 1)
-        total[:, written, written] = 0 if residual is None else torch.diag_embed(residual)
-        total[:, written, read] += mixing
+        total = torch.eye(self.length, dtype=mixing.dtype, device=mixing.device).repeat(self.batch, 1, 1)
+        total[:, written, written] = 0 if residual is None else torch.diag_embed(residual.reshape(self.batch, -1))
+        for image, part in enumerate(mixing.unflatten(0, (self.batch, -1)).unbind(1)):
+            rows, keys = written.start + image * part.shape[1], read.start + image * part.shape[2]
+            total[:, rows : rows + part.shape[1], keys : keys + part.shape[2]] += part
         if (begins := self.entries.get(step[0].name)) is not None:
             total = total.gather(1, begins.unsqueeze(-1).expand_as(total))
         return total
@@ -248,6 +267,6 @@ class Joint:
         self, layer: Layer, numbers: Float[Tensor, "batch _"], rows: Int[Tensor, "batch row"]
     ) -> Float[Tensor, "batch row"]:
         """Return the numbers of a layer's queries at some rows of all tokens, 0 at tokens of other streams."""
-        wide = numbers.new_zeros(len(numbers), self.length)
-        wide[:, self.written(layer)] = numbers
+        wide = numbers.new_zeros(len(rows), self.length)
+        wide[:, self.written(layer)] = numbers.reshape(len(rows), -1)
         return wide.gather(1, rows.to(wide.device))

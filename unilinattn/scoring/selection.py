@@ -85,7 +85,7 @@ def composable_steps(trace: Trace, method: str, layers: Sequence[Layer]) -> list
     """Return these layers in order of execution, grouped into steps of layers that are added to the stream together.
 
     Raises `UncoveredError` for a layer that mixes several tensors at once, for layers in one sum that read different
-    tokens, and for streams with different numbers of sequences.
+    tokens, and for streams with different numbers of sequences, but for several images of one sequence.
     """
     members = set(map(id, layers))
     steps = (tuple(layer for layer in step.layers if id(layer) in members) for step in trace.steps)
@@ -101,7 +101,9 @@ def composable_steps(trace: Trace, method: str, layers: Sequence[Layer]) -> list
                     f"together with {step[0].name} ({_described(first)}), which reads other tokens."
                 )
     streams = dict.fromkeys(stream for step in selected for stream in streams_of(trace, step[0]))
-    require_one_batch(tuple(streams), advise_pairs(trace))
+    advice = advise_pairs(trace)
+    if advice or min(stream.shape[0] for stream in streams) > 1:
+        require_one_batch(tuple(streams), advice)
     return selected
 
 

@@ -1,7 +1,7 @@
 """`LayerCalls`: the calls of a trace's layers in another run of its model."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,13 +33,27 @@ class LayerCalls(Observer[str]):
 
     def read(self, layer: Layer, inputs: Inputs) -> Tensor | None:
         """Return the vectors that a layer reads among the inputs of its call, (batch, token, channel), if any does."""
-        traced, now = _alike(layer.arguments, layer.input_shape), _alike(inputs, layer.input_shape)
-        number = next((n for n, t in enumerate(traced) if torch.equal(_read(layer, t), layer.input)), None)
-        return None if number is None or len(now) != len(traced) else _read(layer, now[number]).clone()
+        return _same(layer.arguments, inputs, layer.input_shape, lambda t: _read(layer, t), layer.input)
+
+    def read_port(self, layer: Layer, port: str, inputs: Inputs) -> Tensor | None:
+        """Return the vectors of a port that is not a layer's input, in the order of their axes."""
+        vectors = layer.operator.inputs[port]
+
+        def flat(tensor: Tensor) -> Tensor:
+            return tensor.reshape(vectors.shape).to(vectors)
+
+        shapes = dict.fromkeys(t.shape for t in tensors(layer.arguments) if t.numel() == vectors.numel())
+        found = (_same(layer.arguments, inputs, shape, flat, vectors) for shape in shapes)
+        return next((each for each in found if each is not None), None)
 
 
-def _alike(values: Any, shape: torch.Size) -> list[Tensor]:
-    return [t for t in tensors(values) if t.shape == shape and t.is_floating_point()]
+def _same(traced: Any, now: Any, shape: torch.Size, read: Callable[[Tensor], Tensor], vectors: Tensor) -> Tensor | None:
+    """Return what is read now where the traced values, of which `shape` is one, had these vectors."""
+    before, after = (
+        [t for t in tensors(values) if t.shape == shape and t.is_floating_point()] for values in (traced, now)
+    )
+    number = next((n for n, t in enumerate(before) if torch.equal(read(t), vectors)), None)
+    return None if number is None or len(after) != len(before) else read(after[number]).clone()
 
 
 def _read(layer: Layer, tensor: Tensor) -> Tensor:

@@ -30,6 +30,10 @@ class TokenStream:
     shape: tuple[int, int]
     layers: tuple[int, ...]
 
+    def count(self, batch: int) -> int:
+        """Return the number of tokens of each of `batch` sequences: of a single one, those of all its images."""
+        return self.shape[0] * self.shape[1] // batch
+
 
 def token_streams(layers: Sequence[Layer]) -> tuple[TokenStream, ...]:
     """Return the streams of a trace's layers, in order of their first layers.
@@ -90,10 +94,10 @@ def require_one_batch(streams: tuple[TokenStream, ...], advice: str = "") -> tup
     return streams
 
 
-def key_slots(streams: Sequence[TokenStream]) -> dict[TokenStream, slice]:
+def key_slots(streams: Sequence[TokenStream], batch: int) -> dict[TokenStream, slice]:
     """Return the keys of each stream's tokens in scores whose keys are the tokens of one stream after the other."""
-    ends = list(accumulate(stream.shape[1] for stream in streams))
-    return {stream: slice(end - stream.shape[1], end) for stream, end in zip(streams, ends, strict=True)}
+    ends = list(accumulate(stream.count(batch) for stream in streams))
+    return {stream: slice(end - stream.count(batch), end) for stream, end in zip(streams, ends, strict=True)}
 
 
 def mixing_ports(layer: Layer) -> dict[str, tuple[int, int]]:
