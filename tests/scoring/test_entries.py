@@ -103,6 +103,16 @@ def test_several_images_of_a_text_are_one_sequence_of_patches() -> None:
         assert relative_error(row, whole[:, -1]) < LIMIT
 
 
+def test_layers_of_the_images_of_a_text_have_a_product_for_each_image() -> None:
+    two = inputs([3, *[IMAGE] * PATCHES, 4, *[IMAGE] * PATCHES, 5], images=2)
+    alti = ula.methods.Alti(compose="rollout", layers=[0, 1])
+    both = ula.explain(llava(), two, method=alti, progress=False).scores
+    for image in range(2):
+        one = {**inputs(TEXTS[0]), "pixel_values": two["pixel_values"][image : image + 1]}
+        single = ula.explain(llava(), one, method=alti, progress=False).scores
+        assert relative_error(both[image : image + 1], single) < LIMIT
+
+
 def test_keys_that_no_layer_writes_are_patches_of_the_image() -> None:
     """Cross-attention reads the patches of tiles without those that fill them up, which is another tensor."""
     trace = ula.trace(*mllama(), progress=False)

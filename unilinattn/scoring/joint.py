@@ -174,7 +174,7 @@ class Joint:
         """Return the positions of all tokens, or of a target, among the tokens of all streams."""
         last = self.trace.layers[-1]
         if target is None:
-            return torch.arange(self.length, device=last.output.device).expand(last.output.shape[0], -1)
+            return torch.arange(self.length, device=last.output.device).expand(self.batch, -1)
         rows = query_rows(self.trace, last, target)
         if self.trace.target_stream not in self.streams:
             raise UncoveredError(

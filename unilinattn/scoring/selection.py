@@ -102,7 +102,7 @@ def composable_steps(trace: Trace, method: str, layers: Sequence[Layer]) -> list
                 )
     streams = dict.fromkeys(stream for step in selected for stream in streams_of(trace, step[0]))
     advice = advise_pairs(trace)
-    if advice or min(stream.shape[0] for stream in streams) > 1:
+    if advice or trace.token_shape[0] > 1 or min(stream.shape[0] for stream in streams) > 1:
         require_one_batch(tuple(streams), advice)
     return selected
 
