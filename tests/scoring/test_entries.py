@@ -180,7 +180,7 @@ class Joined(nn.Module):
 
     def forward(self, first: Tensor, second: Tensor) -> Tensor:
         one = self.first(first)
-        two = one if self.how == "dropped twice" else self.second(second)
+        two = one if self.how in ("dropped twice", "alternating") else self.second(second)
         cls = self.cls.expand(len(one), -1, -1)
         match self.how:
             case "joined":
@@ -189,6 +189,9 @@ class Joined(nn.Module):
                 tokens = torch.cat([cls, one + two], 1)
             case "dropped":
                 tokens = one[:, [4, 0]]
+            case "alternating":
+                some = torch.tensor([4, 0])
+                tokens = self.first(one.index_copy(1, some, self.second(one[:, some])))
             case "dropped twice":
                 tokens = self.second(one[:, [4, 0, 2]])[:, [2, 0]]
             case _:
@@ -221,6 +224,10 @@ def test_tokens_without_a_single_origin_are_refused() -> None:
         ula.explain(trace, method="rollout", target=0, progress=False)
     # Runs of the model need no product of maps.
     assert ula.explain(trace, method="knockout", target=0, progress=False).sizes["key"] == 16
+    trace = joined("alternating")
+    assert [stream.layers for stream in trace.streams] == [(0, 2, 3), (1,)]
+    with pytest.raises(UncoveredError, match="goes back to its first stream"):
+        ula.explain(trace, method="rollout", target=0, progress=False)
     (entry,) = stream_entries(joined("other sequences"))
     assert entry.tokens.tolist() == [[*[SEVERAL] * 5, NONE]] * 2
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,7 +25,7 @@ NONE = -1
 """In place of the token of a stream: none."""
 
 SEVERAL = -2
-"""In place of the token of a stream: more than one, or one of another sequence."""
+"""In place of the token of a stream: more than one, one of another sequence, or one that goes back to its stream."""
 
 _known: "WeakKeyDictionary[Layer, tuple[Entry, ...]]" = WeakKeyDictionary()
 """The entries of each trace by its last layer."""
@@ -76,6 +76,7 @@ def _measured(trace: Trace) -> list[Entry]:
         # The latest first: what it has from an earlier one is no entry of that one.
         for read in sorted(earlier, key=lambda s: s.layers[0], reverse=True):
             if (entry := _entry(runs, written, read, index)) is not None:
+                entry = _returned(trace, entry) if written.layers else entry
                 entries.append(_without_steps(entry, entries))
     return [entry for entry in entries if bool((entry.tokens != NONE).any())]
 
@@ -126,6 +127,19 @@ def _entry(runs: "_Runs", written: TokenStream, read: TokenStream, before: int) 
     return Entry(written, read, last, tokens)
 
 
+def _returned(trace: Trace, entry: Entry) -> Entry:
+    """Return an entry of `SEVERAL` if the tokens go back to the first stream, as where both alternate; else itself."""
+    first, read = entry.written.layers[0], entry.read
+    later = next((index for index in read.layers if index > first), None)
+    if later is None:
+        return entry
+    layers = [index for index in entry.written.layers if index < later]
+    runs = _Runs(trace, trace.layers[later], OWN, [entry.written])
+    every = torch.ones(entry.written.shape, dtype=torch.bool, device="cpu")
+    is_back = bool(runs.moved(layers, every).any())
+    return replace(entry, tokens=torch.full_like(entry.tokens, SEVERAL)) if is_back else entry
+
+
 def _without_steps(entry: Entry, entries: Sequence[Entry]) -> Entry:
     """Return an entry without the tokens that come through a stream between both, as which they begin."""
     tokens = entry.tokens
@@ -134,7 +148,7 @@ def _without_steps(entry: Entry, entries: Sequence[Entry]) -> Entry:
             if second.written == entry.written and (first.written, first.read) == (second.read, entry.read):
                 through = first.tokens.gather(1, second.tokens.clamp_min(0)).masked_fill(second.tokens < 0, NONE)
                 tokens = tokens.masked_fill((through == tokens) & (through != NONE), NONE)
-    return Entry(entry.written, entry.read, entry.layer, tokens)
+    return replace(entry, tokens=tokens)
 
 
 class _Runs:

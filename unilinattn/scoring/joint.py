@@ -130,9 +130,9 @@ class Joint:
             earlier = torch.stack([each[:, slot] for each in (*by_step.values(), own)]) != own[:, slot]
             if bool((entry.tokens == SEVERAL).any() | (earlier & enters).any()):
                 raise UncoveredError(
-                    f"a token of {entry.written.name} begins as several tokens, or as one of another sequence, of "
-                    f"{entry.read.name} or of further streams, so no product of maps tells what it reads; layers=[...] "
-                    "selects layers of one stream."
+                    f"a token of {entry.written.name} begins as several tokens of {entry.read.name} or of further "
+                    "streams, as one of another sequence, or goes back to its first stream, so no product of maps "
+                    "tells what it reads; layers=[...] selects layers of one stream."
                 )
             begins[:, slot] = torch.where(enters, entry.tokens + slots[entry.read].start, begins[:, slot])
             by_step[step[0].name] = begins
