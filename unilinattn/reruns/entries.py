@@ -160,7 +160,7 @@ class _Runs:
         self._layers = [trace.layers[index] for stream in earlier for index in stream.layers]
         self._before = self._vectors({})
 
-    def moved(self, layers: Collection[int], tokens: Bool[Tensor, "batch token"]) -> Bool[Tensor, "batch token"]:
+    def moved(self, layers: Collection[int], tokens: Bool[Tensor, "image patch"]) -> Bool[Tensor, "batch token"]:
         """Return which tokens move that the stream's first layer reads, with noise at tokens that layers write."""
         now = self._vectors({self._trace.layers[index].name: tokens for index in layers})
         # Written so that a NaN does not move.

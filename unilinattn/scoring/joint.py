@@ -227,7 +227,7 @@ class Joint:
         return self.written(step[0]) if begins_stream(self.trace, step[0]) else None
 
     def whole(
-        self, step: Step, mixing: Float[Tensor, "batch query key"], residual: Float[Tensor, "batch query"] | None
+        self, step: Step, mixing: Float[Tensor, "image query key"], residual: Float[Tensor, "image query"] | None
     ) -> Float[Tensor, "batch token token"]:
         """Return the map of a step among all tokens; `residual` is the share of each query's own token, if apart."""
         written, read = self.written(step[0]), self.read(step[0])
@@ -264,7 +264,7 @@ class Joint:
             scores.masked_fill_(~mask.gather(1, rows.to(scores.device))[:, :, None], 0)
 
     def spread(
-        self, layer: Layer, numbers: Float[Tensor, "batch _"], rows: Int[Tensor, "batch row"]
+        self, layer: Layer, numbers: Float[Tensor, "image _"], rows: Int[Tensor, "batch row"]
     ) -> Float[Tensor, "batch row"]:
         """Return the numbers of a layer's queries at some rows of all tokens, 0 at tokens of other streams."""
         wide = numbers.new_zeros(len(rows), self.length)
