@@ -1,6 +1,7 @@
 """Base models return features of images next to their vectors: explained are the vectors, and features are refused."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -95,12 +96,14 @@ def in_double(build: Callable[[], tuple[Any, dict[str, Any]]]) -> tuple[Any, dic
 @pytest.mark.parametrize("name", MODELS)
 def test_a_base_model_with_an_image_is_explained_as_the_vectors_of_its_text(name: str) -> None:
     model, inputs = in_double(MODELS[name])
-    with pytest.warns(UserWarning, match="does not work here"):
+    # Layers of the Q-Former read several tensors, which no composition does.
+    is_composed = name == "LLaVA-NeXT"
+    with nullcontext() if is_composed else pytest.warns(UserWarning, match="does not work here"):
         result = ula.explain(model, inputs, target=-1, progress=False)
     with torch.no_grad():
         output = model(**inputs)
     vectors = output.last_hidden_state if name == "LLaVA-NeXT" else output.language_model_outputs[0]
-    assert result.method == "attn_lrp"
+    assert result.method == ("alti" if is_composed else "attn_lrp")
     ids = inputs["input_ids"]
     for method in ("lrp", "logit"):
         shares = ula.explain(model, inputs, method=method, target=-1, progress=False)
