@@ -25,12 +25,13 @@ def _in_float64() -> Iterator[None]:
         yield
 
 
-def llava(feature: int = -1, select: str = "default") -> nn.Module:
+def llava(feature: int = -1) -> nn.Module:
     sizes = dict(hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2)
     vision = transformers.CLIPVisionConfig(**sizes, image_size=4, patch_size=2)
     text = transformers.LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=20)
-    features = dict(vision_feature_layer=feature, vision_feature_select_strategy=select)
-    config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_id=IMAGE, **features)
+    config = transformers.LlavaConfig(
+        vision_config=vision, text_config=text, image_token_id=IMAGE, vision_feature_layer=feature
+    )
     torch.manual_seed(0)
     return randomize(transformers.LlavaForConditionalGeneration(config).double().eval())
 
@@ -206,10 +207,12 @@ def joined(how: str, second: int = 3) -> ula.Trace:
 
 
 def test_entries_of_several_streams() -> None:
-    by_read = {entry.read.name: entry.tokens.tolist() for entry in stream_entries(joined("joined"))}
+    by_read = {entry.read.name: entry.among(2).tolist() for entry in stream_entries(joined("joined"))}
     assert by_read == {"second": [[NONE, 0, 1, 2, *[NONE] * 5]] * 2, "first": [[*[NONE] * 4, 0, 1, 2, 3, 4]] * 2}
     (entry,) = stream_entries(joined("dropped"))
-    assert entry.tokens.tolist() == [[4, 0]] * 2
+    assert entry.tokens.tolist() == [[4, 0], [9, 5]] and entry.among(2).tolist() == [[4, 0]] * 2
+    # Two images of one sequence.
+    assert entry.among(1).tolist() == [[4, 0, 9, 5]]
     # What comes through a stream between two others does not enter the last one again.
     twice = {
         (entry.read.name, entry.written.name): entry.tokens[0].tolist()
@@ -229,7 +232,7 @@ def test_tokens_without_a_single_origin_are_refused() -> None:
     with pytest.raises(UncoveredError, match="goes back to its first stream"):
         ula.explain(trace, method="rollout", target=0, progress=False)
     (entry,) = stream_entries(joined("other sequences"))
-    assert entry.tokens.tolist() == [[*[SEVERAL] * 5, NONE]] * 2
+    assert entry.among(2).tolist() == [[*[SEVERAL] * 5, NONE]] * 2
 
 
 def test_streams_that_layers_join_have_no_entries() -> None:

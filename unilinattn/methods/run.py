@@ -131,10 +131,10 @@ def estimate(
 ) -> Estimate:
     """Estimate the memory of `explain` with the same arguments: that of the result, that in addition to it, the trace.
 
-    A model runs once, to be traced, and its operators are built and checked. With several sequences and a function as
-    `logit` it runs three times more, to tell that no sequence changes the number of another. Nothing else is allocated,
-    and nothing is refused for its size. Bytes are within a factor of two of the measured ones at lengths where they
-    matter.
+    A model runs once, to be traced, and its operators are built and checked. A dual encoder, and with several sequences
+    and a function as `logit` any model, runs three times more, to tell that no sequence changes the number of another.
+    Nothing else is allocated, and nothing is refused for its size. Bytes are within a factor of two of the measured
+    ones at lengths where they matter.
 
     Raises `UncoveredError` for a method without an estimate (`knockout` and the methods of captum, which run the model
     many times), and the errors of `explain` for invalid arguments.

@@ -39,14 +39,20 @@ class Entry:
         written: the stream that begins.
         read: the earlier stream.
         layer: the index of the last layer whose output is in the vectors of `read` that enter.
-        tokens: the token of `read` as which each token of `written` begins, `NONE` or `SEVERAL`, both among the tokens
-            of a sequence of the trace, which may be those of several images.
+        tokens: the token of `read` as which each token of `written` begins, counted over all its sequences, `NONE` or
+            `SEVERAL`.
     """
 
     written: TokenStream
     read: TokenStream
     layer: int
-    tokens: Int[Tensor, "batch token"]
+    tokens: Int[Tensor, "image patch"]
+
+    def among(self, batch: int) -> Int[Tensor, "batch token"]:
+        """Return `tokens` as counted in each of `batch` sequences, `SEVERAL` for a token of another one."""
+        tokens, length = self.tokens.reshape(batch, -1), self.read.count(batch)
+        is_same = tokens // length == torch.arange(batch, device="cpu")[:, None]
+        return torch.where(tokens < 0, tokens, torch.where(is_same, tokens % length, SEVERAL))
 
 
 def stream_entries(trace: Trace) -> tuple[Entry, ...]:
@@ -69,7 +75,6 @@ def _measured(trace: Trace) -> list[Entry]:
     for written, layer, port in _beginnings(trace):
         index = trace.layers.index(layer)
         earlier = [s for s in trace.streams if s is not written and s.layers[0] < index]
-        earlier = [s for s in earlier if s.shape[0] % trace.token_shape[0] == 0]
         if not earlier:
             continue
         runs = _Runs(trace, layer, port, earlier)
@@ -105,7 +110,7 @@ def _beginnings(trace: Trace) -> Iterator[tuple[TokenStream, Layer, str]]:
 
 def _entry(runs: "_Runs", written: TokenStream, read: TokenStream, before: int) -> Entry | None:
     """Return the entry of a stream into a later one: each bit of a token's number is told by two runs."""
-    layers, batch = [index for index in read.layers if index < before], runs.batch
+    layers = [index for index in read.layers if index < before]
     every = torch.ones(read.shape, dtype=torch.bool, device="cpu")
     moved = runs.moved(layers, every)
     if not bool(moved.any()):
@@ -120,24 +125,21 @@ def _entry(runs: "_Runs", written: TokenStream, read: TokenStream, before: int) 
         one, zero = runs.moved([last], has), runs.moved([last], ~has)
         source += one << bit
         unique &= (one ^ zero) == single
-    source, moved, unique = (each.reshape(batch, -1) for each in (source, moved, unique))
-    length = read.count(batch)
-    unique = unique & (~moved | (source // length == torch.arange(batch, device="cpu")[:, None]))
-    tokens = torch.where(moved, source % length, NONE).masked_fill(~unique, SEVERAL)
-    return Entry(written, read, last, tokens)
+    return Entry(written, read, last, torch.where(moved, source, NONE).masked_fill(~unique, SEVERAL))
 
 
 def _returned(trace: Trace, entry: Entry) -> Entry:
-    """Return an entry of `SEVERAL` if the tokens go back to the first stream, as where both alternate; else itself."""
-    first, read = entry.written.layers[0], entry.read
-    later = next((index for index in read.layers if index > first), None)
-    if later is None:
-        return entry
-    layers = [index for index in entry.written.layers if index < later]
-    runs = _Runs(trace, trace.layers[later], OWN, [entry.written])
-    every = torch.ones(entry.written.shape, dtype=torch.bool, device="cpu")
-    is_back = bool(runs.moved(layers, every).any())
-    return replace(entry, tokens=torch.full_like(entry.tokens, SEVERAL)) if is_back else entry
+    """Return an entry of `SEVERAL` if tokens go back to the first stream, as where both alternate; else itself."""
+    written, read = entry.written, entry.read
+    every = torch.ones(written.shape, dtype=torch.bool, device="cpu")
+    for index in read.layers:
+        layers = [each for each in written.layers if each < index]
+        # Between two layers of the first stream no other one writes.
+        if index - 1 in layers and bool(
+            _Runs(trace, trace.layers[index], OWN, [read, written]).moved(layers, every).any()
+        ):
+            return replace(entry, tokens=torch.full_like(entry.tokens, SEVERAL))
+    return entry
 
 
 def _without_steps(entry: Entry, entries: Sequence[Entry]) -> Entry:
@@ -146,7 +148,7 @@ def _without_steps(entry: Entry, entries: Sequence[Entry]) -> Entry:
     for second in entries:
         for first in entries:
             if second.written == entry.written and (first.written, first.read) == (second.read, entry.read):
-                through = first.tokens.gather(1, second.tokens.clamp_min(0)).masked_fill(second.tokens < 0, NONE)
+                through = first.tokens.flatten()[second.tokens.clamp_min(0)].masked_fill(second.tokens < 0, NONE)
                 tokens = tokens.masked_fill((through == tokens) & (through != NONE), NONE)
     return replace(entry, tokens=tokens)
 
@@ -156,7 +158,6 @@ class _Runs:
 
     def __init__(self, trace: Trace, start: Layer, port: str, earlier: Sequence[TokenStream]) -> None:
         self._trace, self._start, self._port = trace, start, port
-        self.batch = trace.token_shape[0]
         self._layers = [trace.layers[index] for stream in earlier for index in stream.layers]
         self._before = self._vectors({})
 
@@ -204,9 +205,7 @@ class _Constants(LayerCalls):
     def entering(self, frame: str, module: nn.Module, inputs: Inputs) -> Inputs | None:
         """Stop at the layer whose input is wanted."""
         if frame == self._start.name:
-            is_own = self._port == OWN
-            vectors = self.read(self._start, inputs) if is_own else self.read_port(self._start, self._port, inputs)
-            self.vectors = vectors
+            self.vectors = self.read(self._start, inputs, self._port)
             raise _ReachedError
         return None
 

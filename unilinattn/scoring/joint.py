@@ -119,24 +119,24 @@ class Joint:
 
         Raises `UncoveredError` for a token that begins as several others.
         """
-        slots, last = key_slots(self.streams, self.batch), self.trace.layers[-1].output
-        own = torch.arange(self.length, device="cpu").expand(len(last), -1)
+        slots, device = key_slots(self.streams, self.batch), self.trace.layers[-1].output.device
+        identity = torch.arange(self.length, device="cpu").expand(self.batch, -1)
         by_step: dict[str, Int[Tensor, "batch token"]] = {}
         for entry in stream_entries(self.trace) if len(self.streams) > 1 else ():
             if not {entry.written, entry.read} <= slots.keys() or (step := self._last_step(entry)) is None:
                 continue
-            slot, begins = slots[entry.written], by_step.get(step[0].name, own.clone())
-            enters = entry.tokens != NONE
-            earlier = torch.stack([each[:, slot] for each in (*by_step.values(), own)]) != own[:, slot]
-            if bool((entry.tokens == SEVERAL).any() | (earlier & enters).any()):
+            slot, tokens = slots[entry.written], entry.among(self.batch)
+            enters = tokens != NONE
+            twice = any(bool((enters & (each[:, slot] != identity[:, slot])).any()) for each in by_step.values())
+            if twice or bool((tokens == SEVERAL).any()):
                 raise UncoveredError(
                     f"a token of {entry.written.name} begins as several tokens of {entry.read.name} or of further "
                     "streams, as one of another sequence, or goes back to its first stream, so no product of maps "
                     "tells what it reads; layers=[...] selects layers of one stream."
                 )
-            begins[:, slot] = torch.where(enters, entry.tokens + slots[entry.read].start, begins[:, slot])
-            by_step[step[0].name] = begins
-        return {name: begins.to(last.device) for name, begins in by_step.items()}
+            begins = by_step.setdefault(step[0].name, identity.clone())
+            begins[:, slot] = torch.where(enters, tokens + slots[entry.read].start, begins[:, slot])
+        return {name: begins.to(device) for name, begins in by_step.items()}
 
     def _last_step(self, entry: Entry) -> Step | None:
         """Return the last step that is in the vectors which enter."""
@@ -252,8 +252,8 @@ class Joint:
     def enter(self, step: Step, stream: TokenStream) -> bool:
         """Whether tokens of a stream go on as others after a step (see `entries`)."""
         begins, slot = self.entries.get(step[0].name), self.slot(stream)
-        own = torch.arange(slot.start, slot.stop, device="cpu")
-        return begins is not None and bool((begins[:, slot].cpu() != own).any())
+        positions = torch.arange(slot.start, slot.stop, device="cpu")
+        return begins is not None and bool((begins[:, slot].cpu() != positions).any())
 
     def blank(self, scores: Float[Tensor, "batch row token"], rows: Int[Tensor, "batch row"]) -> None:
         """Set the scores of pairs with padding to zero, in place."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from unilinattn.call.nested import tensors
 from unilinattn.host.observer import Inputs, Observer
 from unilinattn.tracing.layer import Layer
+from unilinattn.tracing.token_streams import OWN
 
 
 class LayerCalls(Observer[str]):
@@ -31,20 +32,17 @@ class LayerCalls(Observer[str]):
         self._calls[name] += 1
         return name if self._calls[name] == 1 else f"{name}#{self._calls[name]}"
 
-    def read(self, layer: Layer, inputs: Inputs) -> Tensor | None:
-        """Return the vectors that a layer reads among the inputs of its call, (batch, token, channel), if any does."""
-        return _same(layer.arguments, inputs, layer.input_shape, lambda t: _read(layer, t), layer.input)
-
-    def read_port(self, layer: Layer, port: str, inputs: Inputs) -> Tensor | None:
-        """Return the vectors of a port that is not a layer's input, in the order of their axes."""
+    def read(self, layer: Layer, inputs: Inputs, port: str = OWN) -> Tensor | None:
+        """Return the vectors that a port of a layer reads among the inputs of its call, if any does."""
+        if port == OWN:
+            return _same(layer.arguments, inputs, layer.input_shape, lambda t: _read(layer, t), layer.input)
         vectors = layer.operator.inputs[port]
-
-        def flat(tensor: Tensor) -> Tensor:
-            return tensor.reshape(vectors.shape).to(vectors)
-
         shapes = dict.fromkeys(t.shape for t in tensors(layer.arguments) if t.numel() == vectors.numel())
-        found = (_same(layer.arguments, inputs, shape, flat, vectors) for shape in shapes)
-        return next((each for each in found if each is not None), None)
+        by_shape = (
+            _same(layer.arguments, inputs, shape, lambda t: t.reshape(vectors.shape).to(vectors), vectors)
+            for shape in shapes
+        )
+        return next((each for each in by_shape if each is not None), None)
 
 
 def _same(traced: Any, now: Any, shape: torch.Size, read: Callable[[Tensor], Tensor], vectors: Tensor) -> Tensor | None:
