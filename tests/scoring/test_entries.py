@@ -104,14 +104,28 @@ def test_several_images_of_a_text_are_one_sequence_of_patches() -> None:
         assert relative_error(row, whole[:, -1]) < LIMIT
 
 
-def test_layers_of_the_images_of_a_text_have_a_product_for_each_image() -> None:
+@pytest.mark.parametrize("method", ["alti", "latim"])
+def test_layers_of_the_images_of_a_text_have_a_product_for_each_image(method: str) -> None:
     two = inputs([3, *[IMAGE] * PATCHES, 4, *[IMAGE] * PATCHES, 5], images=2)
-    alti = ula.methods.Alti(compose="rollout", layers=[0, 1])
-    both = ula.explain(llava(), two, method=alti, progress=False).scores
+    options = dict(method=method, compose="rollout", progress=False)
+    both = ula.explain(llava(), two, layers=[0, 1], **options).scores
+    whole = ula.explain(llava(), two, **options).scores[0, :10]
+    assert relative_error(whole[None], torch.cat([torch.block_diag(*both), torch.zeros(10, 11)], 1)[None]) < LIMIT
     for image in range(2):
         one = {**inputs(TEXTS[0]), "pixel_values": two["pixel_values"][image : image + 1]}
-        single = ula.explain(llava(), one, method=alti, progress=False).scores
+        single = ula.explain(llava(), one, layers=[0, 1], **options).scores
         assert relative_error(both[image : image + 1], single) < LIMIT
+
+
+def test_sinks_of_several_images_are_counted_over_all_patches() -> None:
+    model = llava()
+    with torch.no_grad():
+        # A class token that exceeds the patches in every layer.
+        model.model.vision_tower.embeddings.class_embedding.fill_(1e4)
+        model.model.vision_tower.pre_layrnorm = nn.Identity()
+    two = inputs([3, *[IMAGE] * PATCHES, 4, *[IMAGE] * PATCHES, 5], images=2)
+    result = ula.explain(model, two, method="rollout", progress=False)
+    assert result.sinks is not None and result.sinks[0][:2] == (0, CLS + PATCHES)
 
 
 def test_keys_that_no_layer_writes_are_patches_of_the_image() -> None:
