@@ -117,6 +117,14 @@ def test_layers_of_the_images_of_a_text_have_a_product_for_each_image(method: st
         assert relative_error(both[image : image + 1], single) < LIMIT
 
 
+def test_tokens_of_one_of_several_images_are_not_cut() -> None:
+    two = inputs([3, *[IMAGE] * PATCHES, 4, *[IMAGE] * PATCHES, 5], images=2)
+    with pytest.raises(UncoveredError, match=r"not in one of its images.*vision_tower 2 x 5, language_model 1 x 11\)"):
+        ula.explain(llava(), two, method="knockout", target=-1, progress=False)
+    text = ula.explain(llava(), two, method="knockout", layers=[2, 3], target=-1, progress=False)
+    assert text.scores.shape == (1, 11) and bool((text.scores != 0).any())
+
+
 def test_sinks_of_several_images_are_counted_over_all_patches() -> None:
     model = llava()
     with torch.no_grad():

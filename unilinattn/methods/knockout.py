@@ -20,7 +20,7 @@ from unilinattn.scoring.composition import composition
 from unilinattn.scoring.maps import ONE_ROW
 from unilinattn.scoring.numbers import ExplainedNumber, run_bytes, runs_at_once
 from unilinattn.scoring.selection import selected_layers, stream_mask, streams_of
-from unilinattn.tracing.token_streams import TokenStream, require_one_batch
+from unilinattn.tracing.token_streams import TokenStream
 from unilinattn.tracing.trace import Target, Trace
 
 
@@ -31,7 +31,12 @@ def knockout(trace: Trace, options: Knockout, *, target: Target | None = None) -
     layers = tuple(layer for layer in trace.layers if layer in layers)
     scoring = composition(trace, options, target, layers)
     joint = scoring.joint
-    require_one_batch(joint.streams)
+    if any(stream.shape[0] > joint.batch for stream in joint.streams):
+        sizes = ", ".join(f"{stream.name} {stream.shape[0]} x {stream.shape[1]}" for stream in joint.streams)
+        raise UncoveredError(
+            "knockout cuts tokens in copies of a sequence, and not in one of its images (streams of sequences x tokens: "
+            f"{sizes}); layers=[...] selects layers of {trace.target_stream.name}."
+        )
     replace = options.replace
     assert isinstance(replace, str | Trace)
     number = ExplainedNumber(trace, [(target, options.scalar)], options.measure)
