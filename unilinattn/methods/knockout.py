@@ -34,7 +34,7 @@ def knockout(trace: Trace, options: Knockout, *, target: Target | None = None) -
     if any(stream.shape[0] > joint.batch for stream in joint.streams):
         sizes = ", ".join(f"{stream.name} {stream.shape[0]} x {stream.shape[1]}" for stream in joint.streams)
         raise UncoveredError(
-            "knockout cuts tokens in copies of a sequence, and not in one of its images (streams of sequences x tokens: "
+            "knockout cuts tokens in copies of a sequence, and not in one of its images (sequences x tokens: "
             f"{sizes}); layers=[...] selects layers of {trace.target_stream.name}."
         )
     replace = options.replace
