@@ -62,8 +62,9 @@ def measured(python: str, length: int, rounds: int, folder: str) -> list[dict[st
     tools = list(TOOLS) if length else ["unilinattn `input_x_gradient`", "inseq"]
     rows = []
     for pair in zip(tools[::2], tools[1::2], strict=True):
-        ours = worker(sys.executable, pair[0], length, rounds, folder)
+        # Another interpreter may be wrong, which its own run tells at once.
         peer = worker(python, pair[1], length, rounds, folder)
+        ours = worker(sys.executable, pair[0], length, rounds, folder)
         row = {"length": length, "tools": pair, "seconds": [ours["seconds"], peer["seconds"]]}
         if length:
             difference = float(relative_error(ours["scores"].double(), peer["scores"].double()))

@@ -79,7 +79,7 @@ def test_compare_needs_no_arguments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(compare, "Counts", lambda: Counts(accuracy=256, selection=1, scored=1))
+    monkeypatch.setattr(compare, "Counts", lambda: Counts(accuracy=64, selection=1, scored=1))
     assert cli.main(["compare"]) == 0
     report = json.loads(Path("unilinattn-report/compare.json").read_text())
     rows = ["random", "recency", "primacy", *METHODS, "alti (composed)", "intervention"]

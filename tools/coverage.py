@@ -18,7 +18,7 @@ import torch
 
 import unilinattn
 from tools import coverage_pages
-from tools.coverage_runs import Runs, models, run, tables
+from tools.coverage_runs import Runs, firsts, run, tables
 from unilinattn.analysis.report import machine
 from unilinattn.errors import InputError, OptionError, UnilinattnError, nearest
 
@@ -73,7 +73,7 @@ def _main(options: argparse.Namespace) -> int:
             raise OptionError(f"no table of hosts is named {name!r}{nearest(name, every)}")
     selected = {name: hosts for name, hosts in every.items() if not options.tables or name in options.tables}
     record = _Record(options.root / RECORD)
-    fresh, problems = run({name: models(hosts) for name, hosts in selected.items()} if options.first else selected)
+    fresh, problems = run({name: firsts(hosts) for name, hosts in selected.items()} if options.first else selected)
     names = [f"{table}/{host.name}" for table, hosts in every.items() for host in hosts]
     if options.check:
         problems += record.differences(fresh, selected, names)
@@ -137,7 +137,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if a table or page is stale")
     parser.add_argument("--tables", nargs="+", metavar="TABLE", help="run these tables of hosts only, such as fla")
-    parser.add_argument("--first", action="store_true", help="run the first configuration of each model only")
+    parser.add_argument("--first", action="store_true", help="run the first configuration of each adapter only")
     root = Path(unilinattn.__file__).parents[1]
     parser.add_argument("--root", type=Path, default=root, help="root of the repository (default: the package's)")
     return parser

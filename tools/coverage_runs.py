@@ -63,6 +63,11 @@ def models(hosts: Sequence[Host]) -> list[Host]:
     return list({host.name.partition(",")[0]: host for host in reversed(hosts)}.values())[::-1]
 
 
+def firsts(hosts: Sequence[Host]) -> list[Host]:
+    """Return the first configuration of each adapter."""
+    return list({host.architecture: host for host in reversed(hosts)}.values())[::-1]
+
+
 def measure(host: Host) -> dict[str, Any] | None:
     """Run one configuration and return its record, or None if its package is not installed.
 

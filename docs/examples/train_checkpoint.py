@@ -15,7 +15,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-TOKENS, WIDTH, LENGTH, BATCH = 1024, 96, 128, 16
+TOKENS, WIDTH, LENGTH, BATCH = 1024, 96, 128, 8
 NO_MARKS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 

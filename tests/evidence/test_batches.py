@@ -9,10 +9,16 @@ import torch
 import unilinattn as ula
 from evidence import alignment, copying
 from evidence.__main__ import WEIGHTS
+from evidence.operators import by_operators
 from evidence.study import Study
 from unilinattn.evaluation import Sample
 
-METHODS = {**copying.BY_LAYER, **copying.END_TO_END}
+METHODS = {
+    **copying.BY_LAYER,
+    **copying.END_TO_END,
+    **by_operators({"integrated gradients": ("integrated_gradients", {"n_steps": 3})}),
+}
+"""Those of the study; few steps batch as many do."""
 
 CASES: Sequence[tuple[Study, str, Any]] = (
     (copying.STUDY, "mamba2", copying.samples),

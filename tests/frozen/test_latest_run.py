@@ -86,9 +86,9 @@ def test_gradients_of_other_logits_are_not_shared() -> None:
 
 
 def test_methods_of_an_evaluation_share_runs(made: list[type]) -> None:
-    samples = task_samples("induction", 2, seed=0)
+    samples = task_samples("copying", 2, seed=0, target=24)
     options: dict[str, Any] = dict(baselines=[], batch_size=2, progress=False)
-    model = {"mamba": load("induction", "mamba")}
+    model = {"mamba": load("copying", "mamba")}
     together = ula.evaluate(model, samples, METHODS, ["ap"], **options)
     runs = len(made)
     each = [row for method in METHODS for row in ula.evaluate(model, samples, [method], ["ap"], **options)]

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 import torch
@@ -119,8 +120,8 @@ def test_an_interrupt_on_some_lines_of_a_run(name: str, what: str) -> None:
 def test_an_interrupt_on_any_line_of_a_run(name: str, what: str) -> None:
     model, x = HOSTS[name].model(), HOSTS[name].inputs()
     # Most lines are those of every host and run.
-    count = None if (name, what) == (SWEPT[0], "trace") else 40 if name == SWEPT[0] else 10
-    assert sweep(model, runs(model, x)[what], FILES, count) >= (count or 300)
+    count = (150 if what == "trace" else 40) if name == SWEPT[0] else 10
+    assert sweep(model, runs(model, x)[what], FILES, count) >= count
 
 
 @pytest.mark.slow
@@ -205,9 +206,8 @@ def test_a_host_collects_the_same_outputs_after_a_trace(name: str, where: str) -
 @pytest.mark.parametrize("name", sorted(of_turn(every(), 0)))
 def test_hosts_are_unchanged_with_any_collected_outputs(name: str) -> None:
     host = HOSTS[name]
-    for collected in outputs_collected(host):
-        require_outputs_as_before(host, collected, "argument")
-        require_outputs_as_before(host, collected, "configuration")
+    for turn, collected in enumerate(outputs_collected(host), crc32(name.encode())):
+        require_outputs_as_before(host, collected, ("argument", "configuration")[turn % 2])
 
 
 def require_outputs_as_before(host: Host, collected: str, where: str) -> None:

@@ -95,9 +95,16 @@ def test_copies_of_an_image_are_computed_at_once_where_the_host_does(case: Any) 
         assert repeats(trace) == is_repeated
 
 
-@pytest.mark.parametrize("method", ["knockout", "occlusion", "kernel_shap", "gradient", "integrated_gradients"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        *("knockout", "occlusion", "gradient"),
+        pytest.param(ula.methods.KernelShap(n_samples=60), id="kernel_shap"),
+        pytest.param(ula.methods.IntegratedGradients(n_steps=5), id="integrated_gradients"),
+    ],
+)
 def test_scores_do_not_depend_on_the_number_of_runs_at_once(
-    case: Any, method: str, monkeypatch: pytest.MonkeyPatch
+    case: Any, method: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, _, trace, _ = case
     with promoted():

@@ -38,7 +38,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_tables_in_the_repository_are_current() -> None:
-    # The conformance test runs every configuration; whether the record is stale shows in one of each model.
+    # The conformance test runs every configuration; whether the record is stale shows in one of each adapter.
     done = command("--check", "--first")
     assert done.returncode == 0, done.stdout + done.stderr
     environments = json.loads((ROOT / coverage.RECORD).read_text()).values()

@@ -12,7 +12,6 @@ from unilinattn.testing import promoted
 HEADS = {
     # Each with its task, its type, and the path of its last layer.
     "DPTForDepthEstimation": ("depth estimation", "dpt", "head.head"),
-    "GLPNForDepthEstimation": ("depth estimation", "glpn", "head.head"),
     "UperNetForSemanticSegmentation": ("semantic segmentation", "upernet", "auxiliary_head.convs.0"),
     "SegformerForSemanticSegmentation": ("semantic segmentation", "segformer", "decode_head"),
     "Swin2SRForImageSuperResolution": ("image to image", "swin2sr", "upsample"),

