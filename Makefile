@@ -1,7 +1,7 @@
 # make compare   the trained models side by side: a table, and the report in unilinattn-report/
-# make test      the tests that a change needs: one configuration of each architecture, few examples, no signatures;
+# make test      the tests that a change needs, of less than a second each: few configurations and examples, no signatures;
 #                ARGS="--thorough -m ''" runs all tests with signatures and more examples, as .ci/run does
-# make slow      the others: every configuration, every pair of values of a test's parameters
+# make slow      the others: longer ones, every configuration, every pair of values of a test's parameters
 # make margins   how far each comparison of numbers is from its limit, on variants of this processor
 # make evidence  the studies of docs/evidence.md from the shipped weights; ARGS=--train trains them again
 # make bench     every operation timed beside its floor: docs/performance.md, which names the other benchmarks
@@ -34,7 +34,7 @@ test: $(STAMP)
 
 slow: $(STAMP)
 	@echo "Running the slow tests."
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m slow $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "slow or long" $(ARGS)
 
 margins: $(STAMP)
 	@echo "Measuring how far each comparison is from its limit."
@@ -60,7 +60,7 @@ oldest: .venv-oldest/.installed
 	@echo "Running the tests of the adapters on the oldest transformers."
 	@OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -q -n 2 --dist worksteal -m "" \
 	    tests/architectures/test_conformance.py $(ARGS)
-	@OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -q -n 2 --dist worksteal \
+	@OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -q -n 2 --dist worksteal -m "not slow" \
 	    tests/architectures tests/host tests/discovery tests/tracing tests/frozen tests/reruns \
 	    $(patsubst %,--ignore=tests/%.py,$(addprefix architectures/test_,conformance controls reference) \
 	    $(addprefix frozen/test_,forms rules slopes) host/test_isolation host/test_threads \

@@ -57,7 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Recorder(config.getoption("--margins")))
 
 
-# The markers decide which tests `-m "not slow"` leaves out.
+# The markers decide which tests the option `-m` leaves out.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     left_out = mark_combinations(items)

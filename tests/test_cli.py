@@ -54,6 +54,7 @@ def fails(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     return err
 
 
+@pytest.mark.long
 def test_compare_writes_a_report_and_prints_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "report"
     verbosity, threads = logging.get_verbosity(), torch.get_num_threads()
@@ -124,6 +125,7 @@ def test_explain_prints_tokens_and_layers(
     assert err == ""
 
 
+@pytest.mark.long
 def test_explain_refuses_an_inexact_layer_without_trust_warn(
     checkpoints: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -235,6 +237,7 @@ def test_explain_explains_generated_tokens(
         assert f"leave --{option} out" in error
 
 
+@pytest.mark.long
 def test_the_logit_is_a_token_an_id_or_two(checkpoints: Path, tmp_path: Path) -> None:
     out = tmp_path / "result.safetensors"
     arguments = ["explain", str(checkpoints / "llama"), "--text", TEXT, "--method", "attribution", "--out", str(out)]
@@ -280,6 +283,7 @@ def test_explain_refuses_a_checkpoint_with_missing_weights(
     assert "lacks 9 weights of LlamaForCausalLM" in fails(capsys, "explain", tmp_path, "--text", TEXT)
 
 
+@pytest.mark.long
 def test_explain_refuses_bad_options(checkpoints: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def refused(*arguments: object) -> str:
         return fails(capsys, "explain", checkpoints / "mamba", "--text", TEXT, *arguments)
@@ -329,6 +333,7 @@ def test_evaluate_continues_and_prints_the_table(tmp_path: Path, capsys: pytest.
     assert "seed is 0 there, 1 now" in fails(capsys, *arguments, *chosen, "--seed", "1")
 
 
+@pytest.mark.long
 def test_evaluate_reads_texts_for_checkpoints(
     checkpoints: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -368,6 +373,7 @@ def test_compare_takes_methods_beyond_its_default(tmp_path: Path) -> None:
     assert 0.5 < scores["knockout"] <= 1
 
 
+@pytest.mark.long
 def test_decomposition_prints_the_errors_of_a_checkpoint(
     checkpoints: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

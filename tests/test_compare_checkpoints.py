@@ -16,6 +16,7 @@ from unilinattn.errors import InputError
 from unilinattn.evaluation import read_texts
 
 
+@pytest.mark.long
 def test_checkpoints_are_compared_in_tables_a_page_and_a_file(
     checkpoints: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

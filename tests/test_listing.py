@@ -25,6 +25,7 @@ def test_list_names_every_architecture_and_method(capsys: pytest.CaptureFixture[
         assert text in out
 
 
+@pytest.mark.long
 def test_list_prints_the_options_of_a_method(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["list", "latim"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -61,6 +61,7 @@ def fading(call: Call) -> Flow:
 HOST = f"{__name__}.FadingMixer"
 
 
+@pytest.mark.long
 def test_a_decorated_function_registers_an_architecture_that_passes_the_kit() -> None:
     register_architecture(HOST, name="fading", kind="fading memory")(fading)
     assert list_architectures()["fading"].summary == "Fading memory with one decay rate."

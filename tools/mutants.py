@@ -25,7 +25,11 @@ PACKAGE = "unilinattn"
 COPIED = (PACKAGE, "tests", "tools", "evidence", "benchmarks", "docs")
 """Folders that tests read; the files beside them are copied too."""
 
-SUITES = {"test": ["-m", "not slow"], "slow": ["-m", "slow"], "thorough": ["-m", "not slow", "--thorough"]}
+SUITES = {
+    "test": ["-m", "not slow and not long"],
+    "slow": ["-m", "slow or long"],
+    "thorough": ["-m", "not slow", "--thorough"],
+}
 """Options of pytest by suite, in the order in which they run; `.ci/run` has all of them."""
 
 LIVED = "lived"

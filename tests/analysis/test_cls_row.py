@@ -16,6 +16,7 @@ def images(count: int) -> torch.Tensor:
     return torch.randn(count, 3, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
+@pytest.mark.long
 def test_the_mean_row_of_vim_with_cls_in_the_middle() -> None:
     with promoted():
         model, pixels = VIM.model().double(), images(3)
@@ -54,6 +55,7 @@ def test_tokens_that_are_no_patches_are_named() -> None:
         analysis.cls_bias([], cls=0, grid=(2, 2))
 
 
+@pytest.mark.long
 def test_the_picture(tmp_path) -> None:
     analysis.cls_bias([trace(VIM.model(), images(2).float())], cls=2, grid=(2, 2)).plot(tmp_path / "cls.png")
     assert image(tmp_path / "cls.png")

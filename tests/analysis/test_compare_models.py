@@ -94,6 +94,7 @@ def plain_similarity(a: Tensor, b: Tensor) -> tuple[float, float]:
     return sum(ranks) / len(ranks), sum(divergences) / len(divergences)
 
 
+@pytest.mark.long
 def test_similarities_are_averaged_over_texts_and_pairs_of_layers() -> None:
     with promoted():
         ours, theirs = ([maps(doubled(model), text) for text in compared().texts] for model in (mamba(), llama()))
@@ -169,6 +170,7 @@ def test_the_worst_error_of_the_texts_is_kept_and_a_nan_is_the_worst() -> None:
     assert worst([None]) is None
 
 
+@pytest.mark.long
 def test_an_uncovered_method_or_measurement_is_reported_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(trace: Any, *, target: Any = None) -> Any:
         raise UncoveredError("mine covers nothing.")

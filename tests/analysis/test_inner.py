@@ -139,6 +139,7 @@ def test_relu_needs_step_sizes() -> None:
         analysis.query_key_history(layer, 0, step="relu")
 
 
+@pytest.mark.long
 def test_the_pictures(tmp_path) -> None:
     layer = traced("mamba").layers[0]
     analysis.inner_matrices(layer, HEAD).plot(tmp_path / "inner.png")

@@ -85,6 +85,7 @@ def test_the_layer_is_chosen_on_the_selection_sequences(monkeypatch: pytest.Monk
     assert values(found, "transformer", "auc")["raw"] < 0.1
 
 
+@pytest.mark.long
 def test_the_choice_of_layers_uses_the_selection_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     before = compare_trained("induction", ["s4d"], ["raw"], FEW)
     monkeypatch.setattr(trained, "SELECTION_SEED", SELECTION_SEED + 7)
@@ -129,6 +130,7 @@ def test_recency_beats_rollout_and_attribution_on_linear_rnns() -> None:
                 assert scores[name] < scores["recency"] < scores["alti (composed)"]
 
 
+@pytest.mark.long
 def test_the_intervention_correlates_with_itself_and_ranks_the_answer_first() -> None:
     for found in compared():
         for model in found.models:
@@ -169,6 +171,7 @@ def test_the_text_has_the_table_of_each_task() -> None:
     assert max(map(len, text.splitlines())) <= 120
 
 
+@pytest.mark.long
 def test_the_page_and_the_picture(tmp_path: Path) -> None:
     report.write(tmp_path, compared())
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(

@@ -135,6 +135,7 @@ def test_even_attention_has_no_sinks(length: int) -> None:
     assert float((measured.masses[0] - measured.even[:, None]).nan_to_num().abs().max()) < 1e-6
 
 
+@pytest.mark.long
 def test_a_single_token_has_no_sinks_and_a_picture(tmp_path) -> None:
     measured = analysis.sinks(llama(), IDS[:, :1])
     assert (measured.by_norm, measured.by_mass) == (((),), ((),))
@@ -159,6 +160,7 @@ def test_a_model_without_streams_has_masses() -> None:
     assert len(measured.plot().axes) == 4
 
 
+@pytest.mark.long
 def test_the_picture(tmp_path) -> None:
     measured = analysis.sinks(llama(), torch.cat([IDS, IDS.flip(1)]), tokens=[WORDS, WORDS[::-1]])
     figure = measured.plot(tmp_path / "sinks.png", batch=1)

@@ -167,6 +167,7 @@ def test_undefined_similarities_are_errors() -> None:
         analysis.layer_similarity(traced("mamba"))
 
 
+@pytest.mark.long
 def test_the_pictures(tmp_path) -> None:
     runs = {name: traced(name) for name in ("mamba", "llama")}
     analysis.map_statistics(runs).plot(tmp_path / "statistics.png")

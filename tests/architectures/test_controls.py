@@ -167,6 +167,7 @@ BROKEN: dict[str, tuple[str, Edit, set[str]]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mistake", BROKEN)
 def test_a_broken_adapter_is_refused_by_name(mistake: str, break_adapter: Callable[[str, Edit], None]) -> None:
     name, edit, laws = BROKEN[mistake]
@@ -182,6 +183,7 @@ def test_a_broken_adapter_is_refused_by_name(mistake: str, break_adapter: Callab
         assert "bias" not in failures
 
 
+@pytest.mark.long
 def test_a_flow_whose_value_is_not_that_of_its_stages_is_refused(override: Override) -> None:
     sound = registry.list_architectures()["mamba"]
 
@@ -196,6 +198,7 @@ def test_a_flow_whose_value_is_not_that_of_its_stages_is_refused(override: Overr
     assert "the value of the adapter's flow against its stages" in failures["reconstruction"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("edit", "outputs"), [(gate_carried, "[1, 2, 3, 4, 5]"), (half_carried, "[4, 5, 6, 7, 8]")], ids=["gate", "half"]
 )
@@ -208,6 +211,7 @@ def test_only_the_law_mixing_detects_a_frozen_core(
     assert failures["mixing"] == f"token 0 at port 'x' moves the host's outputs {outputs}, and T_ij is zero there."
 
 
+@pytest.mark.long
 def test_the_refusal_names_the_law_and_shows_the_table(
     break_adapter: Callable[[str, Edit], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -221,6 +225,7 @@ def test_the_refusal_names_the_law_and_shows_the_table(
     assert "backbone.layers.0.mixer  Mamba2Mixer as mamba2 (Mamba-2 (SSD))" in printed
 
 
+@pytest.mark.long
 def test_a_leak_that_no_adapter_admits_is_refused(override: Override) -> None:
     override(replace(registry.list_architectures()["mamba2"], padding_leak=None))
     failures = examine(one_layer("mamba2, biases"), host("mamba2, biases").inputs()).failures
@@ -228,6 +233,7 @@ def test_a_leak_that_no_adapter_admits_is_refused(override: Override) -> None:
     assert "padded on the left, batch of 3: the host lets padding through" in failures["padding"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("admitted", "what"),
     [
@@ -257,6 +263,7 @@ def test_a_leak_that_there_is_not_is_refused(side: str, batch: int, override: Ov
     assert f"padded on the {side}, batch of {batch}: the host keeps padding out, but" in failures["padding"]
 
 
+@pytest.mark.long
 def test_an_adapter_that_modifies_the_model_is_refused(break_adapter: Callable[[str, Edit], None]) -> None:
     def touch(call: Call, chain: Chain) -> Chain:
         call.module.in_proj.weight.requires_grad_(not call.module.in_proj.weight.requires_grad)
@@ -268,6 +275,7 @@ def test_an_adapter_that_modifies_the_model_is_refused(break_adapter: Callable[[
     assert "requires_grad of the model changed" in failures["untouched"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("factor", "what"),
     [(1.01, "the traced model's output against its own output"), (1 + 2.0**-22, "bit for bit")],
@@ -300,6 +308,7 @@ def test_a_factor_with_nan_is_refused(break_adapter: Callable[[str, Edit], None]
     assert all("factor 'act' of shape (1, 1, 1) holds 1 NaN" in message for message in verdict.failures.values())
 
 
+@pytest.mark.long
 def test_a_weight_with_nan_is_refused(break_adapter: Callable[[str, Edit], None]) -> None:
     def nothing(call: Call) -> Matrix:
         width = call.input.shape[-1]

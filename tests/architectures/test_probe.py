@@ -100,6 +100,7 @@ def padded_in_half_precision(name: str) -> tuple[nn.Module, Tensor, Tensor]:
     return model, ids, mask
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name",
     [

@@ -31,6 +31,7 @@ def test_minimax_scales_its_outputs() -> None:
     assert [layer.multiplier for layer in layers] == pytest.approx([0.7, 1.0, 0.7], rel=1e-6)
 
 
+@pytest.mark.long
 def test_the_eps_of_the_normaliser_of_xlstm_is_that_of_the_host() -> None:
     # The norm of the heads cancels the scale of its input, except for a large eps.
     settings = dict(eps=0.4, norm_eps=0.5, hidden_size=16, num_hidden_layers=1, num_heads=2, chunk_size=8)
@@ -52,6 +53,7 @@ def packed(lengths: tuple[int, ...], batch: int) -> Tensor:
     return torch.cat([torch.arange(length) for length in lengths]).expand(batch, -1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", ["recurrent gemma", pytest.param("recurrent gemma, no convolution", marks=pytest.mark.slow)]
 )
@@ -78,6 +80,7 @@ def test_packed_sequences_are_segments(name: str) -> None:
                 assert relative_error(block, single.matrix("core", heads=None)) <= LAW
 
 
+@pytest.mark.long
 def test_a_missing_reset_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     host = named("recurrent gemma")
     inputs = {"input_ids": torch.arange(26).reshape(2, 13), "position_ids": packed((6, 7), 2)}
@@ -107,6 +110,7 @@ def versions(model: nn.Module) -> dict[str, int]:
     return {name: p._version for name, p in model.named_parameters()}
 
 
+@pytest.mark.long
 def test_rescaled_weights_are_restored() -> None:
     host = named("rwkv")
     model, ids = host.model(), host.inputs()

@@ -51,6 +51,7 @@ def min_lstm(layer: Layer, carried: Tensor) -> Tensor:
     return layer.module.to_out(states(forget / (forget + enter), drive))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "recurrence"), [("minGRU", min_gru), ("minLSTM, projected", min_lstm)])
 def test_its_operator_is_its_recurrence(name: str, recurrence: Any) -> None:
     host = named(name)

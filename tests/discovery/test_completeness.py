@@ -221,6 +221,7 @@ def test_as_many_tokens_as_channels_are_told_apart_before_and_after_a_turn() -> 
         ula.trace(Layers(before=begun(), between=Of(packed)).eval(), SQUARE)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("leaks", [False, True])
 def test_an_encoder_of_as_many_frames_as_channels_is_traced(leaks: bool) -> None:
     """A module that mixes tokens between the turn of the axes and the first layer is noticed."""
@@ -254,6 +255,7 @@ def test_arbitrary_memory_as_an_unused_argument_is_not_mixing() -> None:
         assert len(ula.trace(Layers(between=Of(between, Reader())).eval(), SIGNAL).layers) == 2
 
 
+@pytest.mark.long
 @pytest.mark.skipif(transformers.__version__ == "5.6.2", reason="LongT5 of transformers 5.6.2 is refused otherwise")
 def test_attention_of_a_stream_without_registered_layers_is_recorded() -> None:
     """The encoder of LongT5 attends in blocks; its decoder is registered."""
@@ -270,6 +272,7 @@ def test_attention_of_a_stream_without_registered_layers_is_recorded() -> None:
     assert len(ula.trace(model, {"input_ids": ids, "decoder_input_ids": ids[:, :5]}).layers) == 3
 
 
+@pytest.mark.long
 def test_a_language_model_behind_a_registered_vision_tower_is_recorded() -> None:
     tiny = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
     config = transformers.GitConfig(vision_config=dict(**tiny, image_size=8, patch_size=4), vocab_size=40, **tiny)

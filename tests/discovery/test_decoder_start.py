@@ -58,6 +58,7 @@ def t5gemma2() -> Any:
     return transformers.T5Gemma2ForConditionalGeneration(config)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("build", [mvp, led, t5])
 @pytest.mark.parametrize("encoded", [15, 3, 1])
 def test_the_start_of_a_decoder_has_the_layers_and_the_method_of_more_tokens(
@@ -75,6 +76,7 @@ def test_the_start_of_a_decoder_has_the_layers_and_the_method_of_more_tokens(
     assert methods == ["attn_lrp", "attn_lrp"]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not hasattr(transformers, "T5Gemma2Config"), reason="this transformers has no T5Gemma 2")
 def test_ids_inside_vmap_are_no_lookups() -> None:
     torch.manual_seed(0)

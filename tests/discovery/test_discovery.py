@@ -31,6 +31,7 @@ def refusal(model: nn.Module, inputs: Tensor = IDS, **options: bool) -> str:
     return str(caught.value)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in INVENTED if name not in RECURRENT])
 def test_an_unregistered_mixer_is_recorded(name: str) -> None:
     model = hybrid(INVENTED[name]()).double()
@@ -88,6 +89,7 @@ def recorded(model: nn.Module, inputs: Tensor = IDS) -> list[str]:
     return [layer.name for layer in trace.layers if layer.architecture == "recorded"]
 
 
+@pytest.mark.long
 def test_mixers_before_the_first_and_after_the_last_layer_are_detected() -> None:
     first, last = hybrid(), hybrid()
     first.backbone.embeddings = nn.Sequential(first.backbone.embeddings, CumMean())
@@ -154,6 +156,7 @@ def test_a_class_name_does_not_refuse_a_module(name: str) -> None:
     assert len(ula.trace(model, IDS).layers) == 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_other_precisions_give_the_same_result(dtype: torch.dtype) -> None:
     assert len(ula.trace(hybrid().to(dtype), IDS).layers) == 3
@@ -167,6 +170,7 @@ class FaintShift(nn.Module):
         return x + 0.02 * functional.pad(x, (0, 0, 1, -1))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_faint_mixing_is_found_in_every_precision(dtype: torch.dtype) -> None:
     model = hybrid(FaintShift()).to(dtype)
@@ -189,6 +193,7 @@ def test_faint_mixing_of_embeddings_is_refused_whatever_the_ids_are_called(dtype
         ula.trace(Faint(S4D(CHANNELS)).to(dtype).eval(), IDS % VOCABULARY, progress=False)
 
 
+@pytest.mark.long
 def test_layers_of_a_mixer_with_small_weights_do_not_depend_on_the_precision() -> None:
     config = transformers.PatchTSMixerConfig(
         context_length=32, patch_length=8, patch_stride=8, num_input_channels=3, d_model=8, num_layers=2
@@ -202,6 +207,7 @@ def test_layers_of_a_mixer_with_small_weights_do_not_depend_on_the_precision() -
     assert len(names) == 2
 
 
+@pytest.mark.long
 def test_a_model_is_searched_once_until_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     searches: list[object] = []
     original = search.unregistered_mixers
@@ -252,6 +258,7 @@ def test_a_long_input_is_searched_on_its_first_tokens(monkeypatch: pytest.Monkey
     assert trace.layers[1].architecture == "recorded"
 
 
+@pytest.mark.long
 def test_an_encoder_and_a_decoder_of_different_lengths_are_both_searched() -> None:
     config = transformers.BartConfig(
         vocab_size=30, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,

@@ -11,6 +11,7 @@ from unilinattn.testing import left_as_found
 IDS = torch.randint(30, (2, 9))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", RECURRENT)
 def test_without_strict_it_is_an_opaque_layer_that_results_list(name: str) -> None:
     model = hybrid(INVENTED[name]())

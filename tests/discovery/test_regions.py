@@ -148,6 +148,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], object], list[str]]
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_regions_of_a_forward_are_exact_layers(name: str) -> None:
     build, inputs, layers = CASES[name]
@@ -163,6 +164,7 @@ def test_regions_of_a_forward_are_exact_layers(name: str) -> None:
     assert not differences(before, model_state(model))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["logit", "lrp", "latim", "alti", "rollout", "attribution", "knockout"])
 def test_a_region_is_explained_as_the_same_module(method: str) -> None:
     torch.manual_seed(0)
@@ -172,6 +174,7 @@ def test_a_region_is_explained_as_the_same_module(method: str) -> None:
     assert expected.any() and relative_error(actual, expected) <= 1e-10
 
 
+@pytest.mark.long
 def test_inputs_and_flags_may_differ_from_the_recorded_ones() -> None:
     model = WithHead().eval()
     for inputs in (
@@ -205,6 +208,7 @@ class Set(Weights):
         return self.output(x + functional.pad(self.activation(mixed), (0, 0, 0, x.shape[1] - used)))
 
 
+@pytest.mark.long
 def test_attributes_may_change_between_traces() -> None:
     model = Set().eval()
 
@@ -234,6 +238,7 @@ class Signed(Weights):
         return self.output(x + attention(self.attentions[0].inner(x)) * (1 if x.sum() > 0 else -1))
 
 
+@pytest.mark.long
 def test_a_number_that_python_reads_before_a_region_is_that_of_its_run() -> None:
     torch.manual_seed(0)
     model = Signed().eval()
@@ -250,6 +255,7 @@ def test_a_number_that_python_reads_before_a_region_is_that_of_its_run() -> None
     assert refused
 
 
+@pytest.mark.long
 def test_a_model_in_half_precision_and_one_of_a_class_with_requirements() -> None:
     traced = ula.trace(Inline().eval().bfloat16(), ids())
     assert all(layer.reconstruction_error() <= 2e-2 for layer in traced.layers)
@@ -348,6 +354,7 @@ def test_a_forward_that_is_no_fixed_sequence_of_calls_is_refused(build: Callable
     assert not any("region" in path for path, _ in model.named_modules())
 
 
+@pytest.mark.long
 def test_a_module_that_mixes_the_vectors_it_looks_up_is_a_region() -> None:
     config = transformers.MobileBertConfig(
         vocab_size=40,
@@ -382,6 +389,7 @@ class Bare(Inline):
         return logits
 
 
+@pytest.mark.long
 def test_a_model_that_is_itself_the_layer_that_mixes_is_taken_apart() -> None:
     torch.manual_seed(0)
     bare = randomize(Bare().double()).eval()

@@ -154,6 +154,7 @@ def test_a_classifier_that_mixes_patches_by_a_matrix_is_traced() -> None:
     assert trace.layers[0].reconstruction_error() < 1e-5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", IMAGES)
 def test_convolutions_and_pools_of_images_are_layers(name: str) -> None:
     build, layer_class = IMAGES[name]

@@ -25,6 +25,7 @@ def image() -> torch.Tensor:
     return torch.randn(2, 3, 40, 40, generator=generator, dtype=torch.float64)
 
 
+@pytest.mark.long
 def test_the_module_around_an_attention_to_windows_has_the_tokens_of_the_model(image: torch.Tensor) -> None:
     with promoted():
         made = ula.trace(swin(), image, progress=False)
@@ -32,6 +33,7 @@ def test_the_module_around_an_attention_to_windows_has_the_tokens_of_the_model(i
         assert max(layer.operator.reconstruction_error() for layer in made.layers) < LIMIT
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["logit", "lrp", "attn_lrp", "rollout", "attribution"])
 def test_a_model_of_shifted_windows_is_explained(image: torch.Tensor, method: str) -> None:
     with promoted():
@@ -43,6 +45,7 @@ def test_a_model_of_shifted_windows_is_explained(image: torch.Tensor, method: st
         assert result.completeness_gap is not None and result.completeness_gap < LIMIT
 
 
+@pytest.mark.long
 def test_tokens_of_a_window_reach_only_their_window(image: torch.Tensor) -> None:
     made = ula.trace(swin(), image, progress=False)
     for layer, shift in zip(made.layers[:2], (0, 2), strict=True):
@@ -96,6 +99,7 @@ def mllama() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     return model, inputs
 
 
+@pytest.mark.long
 def test_tiles_of_an_image_are_one_sequence_of_keys() -> None:
     model, inputs = mllama()
     with promoted():
@@ -125,6 +129,7 @@ def test_a_neck_that_permutes_an_image_has_the_tokens_of_its_model(side: int) ->
     assert bool((norms[:3, :3] > 1e-9).all()) and int((norms > 1e-9).sum()) == 9
 
 
+@pytest.mark.long
 def test_a_trial_inside_a_run_leaves_the_hidden_states_that_the_host_collects() -> None:
     """LLaVA-NeXT takes the last but one hidden state of its vision tower, whose layers the search calls again."""
     sizes = dict(hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2)
@@ -143,6 +148,7 @@ def test_a_trial_inside_a_run_leaves_the_hidden_states_that_the_host_collects() 
     assert torch.allclose(made.output.logits, logits, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["contribution", "knockout"])
 def test_layers_and_scores_of_an_image_are_the_same_in_a_batch(method: str) -> None:
     """SegFormer convolves tokens between two projections, and they lie in another order for one image than for two.

@@ -95,6 +95,7 @@ def test_the_readme_is_short_and_opens_with_a_program() -> None:
     assert len(own.text.split("\n\n")) == 2 and len(own.text.replace("\n\n", "\n").splitlines()) == 4
 
 
+@pytest.mark.long
 def test_the_readme_draws_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(pages.EXAMPLES)

@@ -10,6 +10,7 @@ from tests.evaluation import tiny
 from unilinattn.errors import InputError, OptionError
 
 
+@pytest.mark.long
 def test_a_batch_has_the_numbers_of_its_samples() -> None:
     model, data, selection = tiny.model().double(), tiny.data(), tiny.selection()
     asked: dict[str, Any] = {"methods": ["logit", "raw"], "metrics": ["ap", "hit_at_1"], "selection": selection}
@@ -24,6 +25,7 @@ def test_a_batch_has_the_numbers_of_its_samples() -> None:
         ula.evaluate({"m": model}, data, ["logit"], ["ap"], batch_size=0)
 
 
+@pytest.mark.long
 def test_the_perturbed_inputs_of_a_batch_run_together() -> None:
     model, runs = tiny.model().double(), [0]
 

@@ -60,6 +60,7 @@ def rows_of(table: Table) -> list[Any]:
     return json.loads(json.dumps([dict(row) for row in table]))
 
 
+@pytest.mark.long
 def test_the_table_equals_plain_loops() -> None:
     model, data, selection = tiny.model(), tiny.data(), tiny.selection()
     table = ula.evaluate(

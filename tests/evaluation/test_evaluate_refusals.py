@@ -44,6 +44,7 @@ def test_bad_requests_are_refused() -> None:
     refused(InputError, "needs `foreground`", metrics=["mean_iou"])
 
 
+@pytest.mark.long
 def test_errors_name_model_sample_method_and_metric() -> None:
     (one,) = tiny.data(1)
     nothing = Sample(inputs=one.inputs, relevant=torch.zeros(7, 7, dtype=torch.bool), name="empty")

@@ -84,6 +84,7 @@ def rankings(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     return scores.view(shape), relevant.view(shape), valid.view(shape)
 
 
+@pytest.mark.long
 @settings(max_examples=150)
 @given(rankings())
 def test_metrics_equal_their_definitions(case: tuple[torch.Tensor, ...]) -> None:
@@ -179,6 +180,7 @@ def loop_rank_correlation(scores: torch.Tensor, truth: torch.Tensor, valid: torc
     return correlations, dropped
 
 
+@pytest.mark.long
 @settings(max_examples=150)
 @given(rankings(), st.randoms(use_true_random=False))
 def test_the_rank_correlation_equals_its_definition(case: tuple[torch.Tensor, ...], random) -> None:

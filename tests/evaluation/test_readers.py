@@ -124,6 +124,7 @@ def test_invalid_sources_are_refused(tmp_path: Path) -> None:
         read_samples(Rows({"title": "x"}), tokenizer(), on_error="skip")
 
 
+@pytest.mark.long
 def test_evaluate_reads_texts(tmp_path: Path) -> None:
     path = tmp_path / "texts.jsonl"
     path.write_text(f"{json.dumps({'text': PARIS})}\nbroken\n{json.dumps({'text': LONDON})}\n")

@@ -32,6 +32,7 @@ def drop(losses: list[float]) -> float:
     return sum(losses[:5]) / 5 - sum(losses[-5:]) / 5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("model", MODELS)
 def test_the_loss_falls(model: str) -> None:
     host, losses = train(TINY, model, SHORT, shrunk(model))

@@ -38,6 +38,7 @@ def test_shares_by_the_rules_are_those_of_the_operators(monkeypatch: pytest.Monk
     assert float((shares.bias - expected.bias).abs().max() / expected.size.max()) < 1e-13
 
 
+@pytest.mark.long
 def test_values_of_an_earlier_layer_are_explained() -> None:
     model = randomize(Gemma4ForCausalLM(GEMMA).double().eval())
     with promoted():
@@ -49,6 +50,7 @@ def test_values_of_an_earlier_layer_are_explained() -> None:
     assert bool((shares.tokens[:, :-1].abs() > 0).any())
 
 
+@pytest.mark.long
 def test_shares_by_layer_are_refused_with_the_layer() -> None:
     with promoted():
         run = frozen(ula.trace(Gemma4ForCausalLM(GEMMA).double().eval(), token_ids(), progress=False))

@@ -85,6 +85,7 @@ def test_gradients_of_other_logits_are_not_shared() -> None:
             assert torch.equal(scores, alone.scores)
 
 
+@pytest.mark.long
 def test_methods_of_an_evaluation_share_runs(made: list[type]) -> None:
     samples = task_samples("copying", 2, seed=0, target=24)
     options: dict[str, Any] = dict(baselines=[], batch_size=2, progress=False)

@@ -40,6 +40,7 @@ def qwen() -> Any:
     return randomize(transformers.Qwen2VLForConditionalGeneration(config).double().eval())
 
 
+@pytest.mark.long
 def test_each_image_is_a_sequence_of_the_packed_tokens() -> None:
     with promoted():
         trace = ula.trace(qwen(), inputs(), progress=False)
@@ -50,6 +51,7 @@ def test_each_image_is_a_sequence_of_the_packed_tokens() -> None:
     assert bool((matrix[:16, 16:] == 0).all()) and bool((matrix[16:, :16] == 0).all()) and bool(matrix[17, 22] > 0)
 
 
+@pytest.mark.long
 def test_the_merging_of_packed_patches_is_a_layer() -> None:
     with promoted():
         trace = ula.trace(qwen(), inputs(), progress=False)
@@ -60,6 +62,7 @@ def test_the_merging_of_packed_patches_is_a_layer() -> None:
     assert bool((reads[0, :20] == 0).all()) and bool((reads[0, 20:] != 0).any())
 
 
+@pytest.mark.long
 def test_the_shares_of_text_and_patches_add_up() -> None:
     with promoted():
         result = ula.explain(qwen(), inputs(), method="logit", target=-1, progress=False)
@@ -68,6 +71,7 @@ def test_the_shares_of_text_and_patches_add_up() -> None:
     assert bool((result.scores[0, 1:5].abs() > 0).all())
 
 
+@pytest.mark.long
 def test_images_that_are_added_to_deeper_layers_too_are_refused_by_name() -> None:
     # Qwen3-VL adds features of its vision tower to the stream of the text; it accepts no ids without their places.
     text = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=20)
@@ -84,6 +88,7 @@ def test_images_that_are_added_to_deeper_layers_too_are_refused_by_name() -> Non
         ula.explain(model, inputs(), method="logit", target=-1, progress=False)
 
 
+@pytest.mark.long
 def test_patches_with_their_places_are_a_stream_beside_the_text() -> None:
     """Pix2Struct reads the row and the column of a patch from its first channels, so that noise is no other input."""
     sizes = dict(hidden_size=8, d_kv=4, d_ff=8, num_heads=2)

@@ -65,11 +65,13 @@ IN_CODE = pytest.mark.skipif(
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [pytest.param(n, marks=IN_CODE if "mamba" in n else ()) for n in GATED])
 def test_recorded_gates_have_the_relevance_of_written_ones(name: str) -> None:
     assert difference(name) <= 1e-12
 
 
+@pytest.mark.long
 def test_frozen_gates_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     def frozen_stages(layer: layers.Layer, port: str, x: Tensor) -> Flow:
         flow = Flow(x)
@@ -107,6 +109,7 @@ def gates_matter(traced: Trace) -> bool:
     return float((by_rule[0] - by_rule[1]).abs().max() / by_rule[1].abs().max()) > 1e-3
 
 
+@pytest.mark.long
 def test_a_gate_shares_relevance_unless_it_is_a_level_or_has_no_rule() -> None:
     assert gates_matter(gated(functional.silu))
     assert gates_matter(gated(lambda gate: gate))

@@ -204,6 +204,7 @@ def test_a_log_softmax_by_hand_is_frozen_as_a_whole() -> None:
     assert float((results[1].gap / results[1].size).max()) < 1e-14
 
 
+@pytest.mark.long
 def test_a_hook_that_requires_gradients_changes_nothing() -> None:
     # As transformers' `enable_input_require_grads` does for gradient checkpointing.
     plain, hooked = llama_model(), llama_model()

@@ -39,6 +39,7 @@ FORMS: dict[str, Callable[..., Tensor]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", FORMS)
 def test_scores_are_those_of_the_function(form: str) -> None:
     for method in METHODS:

@@ -36,6 +36,7 @@ def mt5() -> nn.Module:
     return transformers.MT5ForSequenceClassification(config)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("build", [bart, mt5])
 def test_a_classifier_of_encoder_and_decoder_takes_the_ids_of_one(build: object) -> None:
     model = randomize(build()).double().eval()  # type: ignore[operator]

@@ -41,6 +41,7 @@ def placed_by_default(source: str) -> Iterator[int]:
                 yield node.lineno
 
 
+@pytest.mark.long
 def test_every_created_tensor_names_its_device() -> None:
     files = [path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] not in FOLLOWING]
     lines = [f"{path}:{line}" for path in files for line in placed_by_default(path.read_text())]
@@ -67,6 +68,7 @@ def test_scores_of_a_trained_model(method: str, kind: str) -> None:
         assert torch.equal(ula.explain(model, ids, method=method, target=-1).scores, expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["T5", "LLaVA", "BLOOM", "ViT"])
 @pytest.mark.parametrize("method", ["logit", "latim", "alti", "attention_grad"])
 def test_scores_of_recorded_layers_and_streams(name: str, method: str) -> None:

@@ -29,6 +29,7 @@ def used(op: MixerOperator) -> dict[str, Tensor]:
     return {name: use(op) for name, use in USES.items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("padded", [pytest.param(False, marks=pytest.mark.slow), True], ids=["whole", "padded"])
 @pytest.mark.parametrize(
     "name", [*NAMES[:1], *NAMES[2:4], *(pytest.param(name, marks=pytest.mark.slow) for name in (NAMES[1], *NAMES[4:]))]
@@ -50,6 +51,7 @@ def test_tensors_of_an_operator_stay_on_its_device(name: str, padded: bool) -> N
                 assert relative_error(result.data_in_memory, reference[use]) <= 1e-5, use
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["mamba", "gpt2"])
 def test_gradients_stay_on_the_device_of_the_model(name: str) -> None:
     model, x = host(name).model(), host(name).inputs()

@@ -116,6 +116,7 @@ def test_a_layer_that_draws_has_no_operator() -> None:
         ula.explain(Inside().eval(), IDS, method="logit", target=-1, progress=False)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["logit", "occlusion"])
 def test_a_masked_autoencoder_masks_the_patches_of_its_trace(method: str) -> None:
     """ViTMAE draws the patches that it masks, and returns a loss before its pixels."""

@@ -60,6 +60,7 @@ def test_a_padded_text_in_a_dictionary_has_the_scores_of_the_text_alone(method: 
     assert not bool(batch.scores[1, 3:].any())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["logit", "attn_lrp", "alti", "knockout", "occlusion", "input_x_gradient"])
 def test_two_dictionaries_are_two_texts(method: str) -> None:
     model, options = Pair().double().eval(), {"compose": "rollout"} if method == "alti" else {}

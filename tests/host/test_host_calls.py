@@ -43,6 +43,7 @@ def test_a_model_whose_input_embedding_is_unknown_is_traced() -> None:
     assert all(layer.reconstruction_error() < TOLERANCES["layer", torch.float32] for layer in trace.layers)
 
 
+@pytest.mark.long
 def test_such_a_model_of_one_tower_is_recorded() -> None:
     model = model_of("CanineModel", "CanineConfig", **SMALL)
     trace = ula.trace(model, {"input_ids": ids(9)}, progress=False)
@@ -99,6 +100,7 @@ def merged() -> tuple[nn.Module, dict[str, Tensor]]:
     return model, {"input_ids": ids(), "decoder_input_ids": ids()}
 
 
+@pytest.mark.long
 def test_keys_of_two_streams_in_one_attention_are_two_ports() -> None:
     model, inputs = merged()
     with left_as_found(model):
@@ -117,6 +119,7 @@ def test_cross_attention_whose_norm_stands_inside_is_recorded() -> None:
     assert all(layer.reconstruction_error() < TOLERANCES["layer", torch.float32] for layer in trace.layers)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(transformers.__version__ == "5.6.2", reason="about hosts of newer versions of transformers")
 @pytest.mark.parametrize(
     ("name", "config", "inputs"),

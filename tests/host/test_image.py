@@ -92,6 +92,7 @@ def test_cls_is_the_token_that_class_logits_read(host: str) -> None:
     assert result.cls is not None and list(result.cls) == result.options["target"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", [processor(), transform], ids=["image processor", "transform"])
 def test_images_are_explained_like_their_pixels(way: Any) -> None:
     model, array = vit(), picture()

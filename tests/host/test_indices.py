@@ -99,6 +99,7 @@ def test_ids_beyond_a_table_are_refused_in_the_words_of_a_cpu(
         ula.trace(model, torch.arange(9).unsqueeze(0), progress=False)
 
 
+@pytest.mark.long
 def test_a_trial_of_repeated_tokens_ends_before_it_fills_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """BLIP-2 has as many vectors of an image as tokens for them, and a search repeats the tokens of a short text."""
     scores, reached = [], list[list[bool]]()

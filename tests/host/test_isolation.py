@@ -130,6 +130,7 @@ def test_an_interrupt_on_any_line_of_an_adapter_that_changes_its_module() -> Non
     assert sweep(model, runs(model, x)["trace"], ("unilinattn/architectures/rwkv4.py",), None) >= 20
 
 
+@pytest.mark.long
 def test_the_sweep_detects_a_restoration_that_is_not_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
     def once(run: Callable[[], object], restore: Callable[[], object]) -> object:
         try:
@@ -165,6 +166,7 @@ def test_forwards_are_restored_after_an_interrupted_block() -> None:
     sweep(model, run, ("unilinattn/host/forwards.py", "unilinattn/call/entries.py", contextlib.__file__), None)
 
 
+@pytest.mark.long
 def test_a_generator_closed_late_after_an_interrupt_changes_nothing() -> None:
     model, x = HOSTS["llama, grouped queries"].model(), HOSTS["llama, grouped queries"].inputs()
     trace(model, x)  # only the first trace of a model searches for unregistered mixers

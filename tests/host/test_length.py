@@ -297,6 +297,7 @@ class Counted:
         model.lm_head.register_forward_pre_hook(lambda module, args: self.widths.append(args[0].shape[1]))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["mamba", "mamba2"])
 def test_logits_are_computed_only_at_the_targets(name: str, short: None, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = host(name).model().double(), host(name).inputs()

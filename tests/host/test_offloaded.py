@@ -25,6 +25,7 @@ def offloaded(model: nn.Module, kind: str, folder: Path) -> nn.Module:
     return accelerate.disk_offload(model, str(folder), torch.device("cpu"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["cpu", "disk"])
 @pytest.mark.parametrize("name", HOSTS)
 def test_an_offloaded_model_has_the_scores_of_the_model_in_memory(name: str, kind: str, tmp_path: Path) -> None:

@@ -116,6 +116,7 @@ def yolos() -> tuple[nn.Module, dict[str, Tensor]]:
     return model_of("YolosForObjectDetection", "YolosConfig", **sizes), {"pixel_values": torch.randn(2, 3, 8, 8)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["logit", "lrp", "attn_lrp", "gradient", "occlusion"])
 def test_a_target_names_a_row_of_logits_that_are_not_those_of_tokens(method: str) -> None:
     model, inputs = yolos()
@@ -204,6 +205,7 @@ def test_a_function_that_does_not_depend_on_the_model_is_refused(method: str) ->
         ula.explain(trace, method=method, logit=lambda out: out.logits[:, -1].argmax(-1), progress=False)
 
 
+@pytest.mark.long
 def test_a_classifier_that_accepts_logits_to_keep_computes_all_of_them() -> None:
     model = model_of("BioGptForSequenceClassification", "BioGptConfig", **SMALL, vocab_size=20, num_labels=3)
     trace = ula.trace(model, ids(), progress=False)
@@ -212,6 +214,7 @@ def test_a_classifier_that_accepts_logits_to_keep_computes_all_of_them() -> None
     assert ula.explain(trace, method="occlusion", target=-1, progress=False).scores.shape == (2, 5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "settings"), [("Gemma4", GEMMA), ("Gemma3n", NANO)])
 def test_gradients_of_layers_that_read_the_keys_of_earlier_layers(name: str, settings: dict[str, Any]) -> None:
     model = model_of(f"{name}ForCausalLM", f"{name}TextConfig", **settings)
@@ -254,6 +257,7 @@ def test_keys_are_the_tokens_of_the_layers(
     assert method == "occlusion" or result.completeness_gap < TOLERANCES["layer", torch.float32]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(transformers.__version__ == "5.6.2", reason="transformers 5.6.2 has no VideoPrism")
 def test_layers_of_several_batches_have_shares_but_no_composition() -> None:
     sizes = {**SMALL, "image_size": 8, "tubelet_size": [1, 4, 4], "num_frames": 2, "num_spatial_layers": 1}

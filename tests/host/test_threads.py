@@ -56,6 +56,7 @@ def test_three_threads_trace_one_model() -> None:
             require_equal(result, expected)
 
 
+@pytest.mark.long
 def test_two_threads_trace_two_models() -> None:
     names = ("llama, grouped queries", "gpt2")
     models, inputs = [host(name).model() for name in names], [host(name).inputs() for name in names]

@@ -36,6 +36,7 @@ def test_the_function_fits_the_output(name: str) -> None:
         assert numbers.shape == (2,)
 
 
+@pytest.mark.long
 def test_the_error_of_a_dual_encoder_names_a_function_that_works() -> None:
     width = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
     text = dict(vocab_size=30, max_position_embeddings=8, bos_token_id=1, eos_token_id=2, pad_token_id=0, **width)

@@ -33,6 +33,7 @@ def test_a_changed_weight_is_noticed(
         weights.require_same(layer, "Linear", "nothing is left")
 
 
+@pytest.mark.long
 def test_weights_of_any_length_that_are_doubled_are_noticed() -> None:
     unnoticed = []
     # A sum of the words modulo 2^64, in which only high bits differ, would miss one length of 4,096.

@@ -29,6 +29,7 @@ def videos(batch: int, frames: int) -> Tensor:
     return torch.randn(batch, frames, 3, 6, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("batch", "frames"), [(2, 2), (3, 2), (2, 3), (3, 3)])
 def test_attention_to_frames_is_the_same_layer_in_every_batch(batch: int, frames: int) -> None:
     model, pixels = space_time(frames), videos(batch, frames)

@@ -22,6 +22,7 @@ def factors(length: int) -> Factors:
     return query, key, -torch.rand(BATCH, length, HEADS, STATE, dtype=torch.float64).pow(6) * 800
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("length", [1, 3, 8, 63, 130])
 @pytest.mark.parametrize("rows", [16, pytest.param(24, marks=pytest.mark.slow), 1024])
 @pytest.mark.parametrize("inner", [pytest.param(3, marks=pytest.mark.slow), 9, 1536])

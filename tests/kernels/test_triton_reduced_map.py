@@ -46,6 +46,7 @@ def weights(length: int) -> tuple[Tensor, dict[int, Tensor]]:
     return torch.randn_like(one), {0: torch.randn_like(one), 2: torch.randn(1, 1, HEADS), 3: torch.randn_like(one)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("length", "rows"),
     [(1, 16), (3, 1024), (63, 24), *(pytest.param(130, rows, marks=pytest.mark.slow) for rows in (1024, 50))],
@@ -56,6 +57,7 @@ def test_the_map_equals_its_definition(length: int, rows: int) -> None:
     assert compared(length, rows, (left, taps)) < 1e-5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("length", "rows"),
     [(63, 1024), *(pytest.param(*size, marks=pytest.mark.slow) for size in ((130, 1024), (130, 72), (70, 17)))],
@@ -79,6 +81,7 @@ def test_factors_may_be_shared_strided_and_taps_reach_far(small: None) -> None:
     assert compared(length, 64, (left, beyond), given=(query.expand_as(decay), key, decay)) < 1e-5
 
 
+@pytest.mark.long
 def test_a_low_precision_product_rounds_only_its_inputs() -> None:
     assert 1e-5 < compared(130, 1024, (None, None), precision="bf16") < 8e-3
 
@@ -92,6 +95,7 @@ def test_tokens_after_a_strong_decay_are_accurate() -> None:
         assert compared(130, 1024, (None, None), given=(query, key, mixed)) < 2e-6
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("programs", [pytest.param(1, marks=pytest.mark.slow), 40, 1024])
 def test_parts_of_the_inner_axis_are_summed_in_their_order(
     programs: int, monkeypatch: pytest.MonkeyPatch, pinned: Callable[..., None]
@@ -114,6 +118,7 @@ def test_parts_of_the_inner_axis_are_summed_in_their_order(
     assert torch.equal(rows(), rows())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("limit", "heads_at_once"), [(1 << 14, 4), (1 << 20, 7), (1 << 30, 24)])
 def test_panels_take_the_memory_that_is_documented(
     limit: int, heads_at_once: int, monkeypatch: pytest.MonkeyPatch, pinned: Callable[..., None]

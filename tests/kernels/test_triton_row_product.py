@@ -57,6 +57,7 @@ def test_the_map_equals_its_definition(module, length: int, sign: str) -> None:
         )
 
 
+@pytest.mark.long
 def test_rows_and_weights_may_be_strided() -> None:
     of, factors, _, _, left, _ = given(100, torch.float32)
     row = torch.randn(100, BATCH).T

@@ -82,6 +82,7 @@ def compared(name: str, inputs: dict[str, Tensor | None], bound: float = 1e-5) -
         assert relative_error(actual, expected) < bound, what
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["diagonal_scan", "diagonal_scan_adjoint"])
 @pytest.mark.parametrize(
     ("length", "columns"), [(1, 1), (3, 5), *(pytest.param(*size, marks=SLOW) for size in ((20, 5), (70, 1)))]
@@ -116,6 +117,7 @@ def test_factors_may_be_strided_and_shared() -> None:
         assert relative_error(called(form, name, narrow), called(tiled, name, wide)) < 1e-5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["scalar_scan", "scalar_scan_adjoint"])
 @pytest.mark.parametrize("length", SIZES)
 def test_the_scalar_scan_and_its_gradients(name: str, length: int) -> None:
@@ -151,6 +153,7 @@ def test_a_low_precision_product_rounds_only_its_inputs() -> None:
     assert 1e-4 < relative_error(called(form, "scalar_scan", inputs, precision="bf16"), wide) < 2 * 2 * 2**-7
 
 
+@pytest.mark.long
 def test_mixers_use_the_kernels() -> None:
     value = torch.randn(2, 20, 4, 3)
     factors = scalar(20)

@@ -87,6 +87,7 @@ def test_squares_and_writes_equal_their_definition(
     check(form, memory_of(length, dtype, groups=2, rated=True), None, taps, rows, bound)
 
 
+@pytest.mark.long
 @each_form
 def test_blocks_begin_inside_a_sequence(form: ModuleType, dtype: torch.dtype, bound: float) -> None:
     left, taps = weights_of(50, dtype, (0, 2, 3))
@@ -100,6 +101,7 @@ def test_taps_of_any_lag_are_summed(form: ModuleType, dtype: torch.dtype, bound:
     check(form, memory_of(45, dtype, rated=True), left, taps, 24, bound)
 
 
+@pytest.mark.long
 @each_form
 @pytest.mark.parametrize("state", [1, 16, pytest.param(35, marks=pytest.mark.slow)])
 def test_states_have_any_size(form: ModuleType, dtype: torch.dtype, bound: float, state: int) -> None:
@@ -119,6 +121,7 @@ def test_tokens_after_a_strong_decay_are_accurate(
     check(form, memory._replace(log_decay=mixed), left, taps, 35, bound)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rows", [16, 64])
 def test_allocations_are_at_most_the_documented_ones(rows: int) -> None:
     memory, (left, taps) = memory_of(200, torch.float32, 16, rated=True), weights_of(200, torch.float32, (0, 1, 2, 3))
@@ -134,6 +137,7 @@ def test_allocations_are_at_most_the_documented_ones(rows: int) -> None:
     assert documented / 3 <= peak_of(block).peak <= documented
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("groups", [1, 2, HEADS])
 def test_the_blocks_of_a_mixer_use_the_kernels(groups: int) -> None:
     length = 70

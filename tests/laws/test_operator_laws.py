@@ -15,6 +15,7 @@ from unilinattn.testing import check_operator, operator_passes, relative_error, 
 BY_NAME = {structure.name: structure for structure in STRUCTURES}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", LAYOUTS)
 @given(
     structure=st.sampled_from(STRUCTURES),

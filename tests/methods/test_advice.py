@@ -41,6 +41,7 @@ def traced(name: str) -> ula.Trace:
     return ula.trace(model.eval(), inputs)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "target"), CASES)
 def test_a_method_works_where_its_declared_needs_are_met(name: str, target: int | None) -> None:
     works = set()
@@ -53,6 +54,7 @@ def test_a_method_works_where_its_declared_needs_are_met(name: str, target: int 
     assert set(Needs(traced(name), target, None, "all").methods()) == works
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "target"), CASES)
 @pytest.mark.filterwarnings("ignore:every score of:unilinattn.errors.ExactnessWarning")
 def test_every_recommended_call_works(name: str, target: int | None) -> None:
@@ -73,6 +75,7 @@ def test_methods_that_only_run_the_model_are_recommended_too() -> None:
     assert {"knockout", "occlusion", "input_x_gradient"} <= names and not {"logit", "lrp", "alti_logit"} & names
 
 
+@pytest.mark.long
 def test_layers_of_two_streams_are_not_stacked() -> None:
     with pytest.raises(UncoveredError, match=r"compose='rollout' multiplies the layers of all streams.*'rollout'"):
         ula.explain(traced("T5"), method="alti", target=-1)
@@ -81,6 +84,7 @@ def test_layers_of_two_streams_are_not_stacked() -> None:
     assert ula.explain(model.eval().get_encoder(), {"input_ids": inputs["input_ids"]}).method == "alti"
 
 
+@pytest.mark.long
 def test_patches_in_place_of_ids_are_tokens_of_the_text() -> None:
     result = ula.explain(traced("LLaVA"), method="logit", target=-1)
     assert result.completeness_gap < 1e-5
@@ -96,6 +100,7 @@ def test_a_tuned_prompt_has_shares_as_vectors_of_the_model_inside_have() -> None
     torch.testing.assert_close(whole.scores, result.scores, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.long
 def test_without_a_residual_stream_alti_works_on_the_output() -> None:
     with pytest.raises(UncoveredError, match="Use residual=False for the layer's output without a stream"):
         ula.explain(traced("Doge"), method="alti", target=-1)
@@ -123,6 +128,7 @@ def test_an_estimate_names_methods_that_have_one() -> None:
         assert ula.estimate(traced("Doge"), method=name, target=-1, **options).method == name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", [None, "gradient", "contribution"])
 def test_an_autograd_function_without_a_backward_pass_is_a_refusal(method: str | None) -> None:
     """Reformer runs its layers in an autograd function, whose backward pass refuses to run outside of training."""
@@ -138,6 +144,7 @@ def test_an_autograd_function_without_a_backward_pass_is_a_refusal(method: str |
         assert ula.explain(model, ids(16), method=name, target=-1, **options).method == name
 
 
+@pytest.mark.long
 def test_a_comparison_and_a_generation_are_advised_too() -> None:
     with pytest.raises(UncoveredError, match="Methods that work here"):
         ula.compare({"doge": traced("Doge")}, methods=["alti"], target=-1)
@@ -151,6 +158,7 @@ def test_knockout_of_one_side_has_the_tokens_that_its_layers_read() -> None:
     assert encoder().scores.shape == (1, 4, LENGTH)
 
 
+@pytest.mark.long
 def test_what_is_not_tried_is_not_named() -> None:
     new_needs = partial(Needs, traced("Doge"), -1, None, "all")
     silent = Method("silent", "", list_methods()["raw"].function)

@@ -82,6 +82,7 @@ def by_hand(
     return scores * real[:, :, None] * real[:, None, :], biases * real
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "padding"), CASES)
 def test_scores_are_those_of_the_formula(name: str, padding: str) -> None:
     host_trace, token, real = traced(name, padding), 3, real_tokens(padding)
@@ -122,6 +123,7 @@ def test_a_perturbed_formula_gives_other_scores(name: str) -> None:
         assert not close(scores, expected)
 
 
+@pytest.mark.long
 def test_a_lost_bias_or_stream_is_not_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     host_trace, unembedding = traced("gpt2"), FrozenRun.unembedding
 
@@ -159,6 +161,7 @@ def test_padding_that_reaches_real_tokens_is_part_of_the_gap() -> None:
     assert unpadded <= 1e-10 < 1e-4 < padded
 
 
+@pytest.mark.long
 def test_a_pair_is_the_difference_and_the_prediction_the_default() -> None:
     first, second, pair = (explained("mamba2", target=-1, logit=logit) for logit in (2, 5, (2, 5)))
     assert close(pair.scores, first.scores - second.scores)
@@ -179,6 +182,7 @@ def test_a_function_of_the_output_reports_its_remainder() -> None:
     assert float(result.extras["gap"].max()) <= 1e-10
 
 
+@pytest.mark.long
 def test_outputs_are_scaled_by_the_residual_multiplier() -> None:
     host_trace = part_added()
     with promoted():

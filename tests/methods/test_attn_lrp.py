@@ -102,6 +102,7 @@ def test_an_image_has_a_grid() -> None:
     assert grid is not None and result.grid == grid
 
 
+@pytest.mark.long
 def test_both_streams_of_an_encoder_decoder_have_relevances() -> None:
     model = model_of("t5")
     with promoted():

@@ -118,6 +118,7 @@ def test_a_target_selects_its_row_of_the_product(name: str, padding: str, target
     assert close(result.scores, expected[torch.arange(BATCH), positions])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "padding"), [("mamba", "none"), ("mamba2", "left"), ("gpt2", "right")])
 def test_without_a_target_each_row_uses_the_gradient_of_its_query(name: str, padding: str) -> None:
     host_trace = traced(name, padding)
@@ -228,6 +229,7 @@ def test_a_model_without_logits_needs_a_function() -> None:
     attribution(host_trace, target=-1, logit=lambda output: output.last_hidden_state[:, -1].sum())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{}, {"sign": "abs"}, {"sign": "keep"}, {"sign": "abs", "discard": 0.5}], ids=str)
 def test_a_classifier_of_several_grids_has_a_row_for_each_token_of_the_last(options: dict[str, Any]) -> None:
     torch.manual_seed(0)

@@ -77,6 +77,7 @@ def test_an_encoder_needs_none() -> None:
     assert starts == {"bert": None, "llama": "<s>"}
 
 
+@pytest.mark.long
 def test_bos_puts_the_token_before_the_text() -> None:
     tokenizer = reader()
     with pytest.warns(SinkWarning, match=r"position 1 ' ?the'") as caught:
@@ -132,6 +133,7 @@ def test_a_comparison_and_a_generated_text() -> None:
     assert compared.sizes["key"] == 3
 
 
+@pytest.mark.long
 def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     llama().save_pretrained(tmp_path)
     reader().save_pretrained(tmp_path)

@@ -234,6 +234,7 @@ def test_without_a_target_each_row_explains_its_position() -> None:
                     assert all(torch.allclose(whole.extras[k][at], v) for k, v in row.extras.items())
 
 
+@pytest.mark.long
 def test_shapley_values() -> None:
     """Exact if all coalitions fit and for a number that is additive in the tokens, otherwise an estimate."""
     model, given, _ = hosted("llama")
@@ -355,6 +356,7 @@ def test_patches_of_an_image_are_tokens() -> None:
         explain(found, method="occlusion", logit=1, baseline="mean-embedding")
 
 
+@pytest.mark.long
 def test_half_precision_runs_in_the_hosts_dtype() -> None:
     model = HOSTS["llama"].model().bfloat16()
     for method in METHODS:

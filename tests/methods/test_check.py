@@ -173,6 +173,7 @@ def test_tokens_behind_the_target_of_a_decoder_are_not_drawn() -> None:
     assert changed[:6].all() and not changed[6:].any()
 
 
+@pytest.mark.long
 def test_a_seed_repeats_its_draws() -> None:
     _, result = induction()
     assert result.check() == result.check() == result.check(seed=0)
@@ -217,6 +218,7 @@ def test_a_single_token_is_refused() -> None:
         ula.explain(binary(), torch.tensor([[0]]), target=-1, check=True)
 
 
+@pytest.mark.long
 def test_a_check_is_saved_and_loaded(tmp_path: Path) -> None:
     _, result = induction()
     checked = dataclasses.replace(result, checks=[result.check()])
@@ -237,6 +239,7 @@ def test_a_check_is_saved_and_loaded(tmp_path: Path) -> None:
         dataclasses.replace(checked, checks=[result.check()] * 2)
 
 
+@pytest.mark.long
 def test_explain_stores_the_check() -> None:
     model, result = induction()
     stored = ula.explain(model, TASKS["induction"].sample(1, 0).input_ids, method="logit", target=-1, check=True)
@@ -288,6 +291,7 @@ def test_results_without_one_score_for_each_token_are_refused() -> None:
         longer.check()
 
 
+@pytest.mark.long
 def test_inputs_without_ids_and_models_without_logits_are_refused() -> None:
     model = binary()
     with pytest.raises(InputError, match="was not given one tensor of token ids"):

@@ -130,6 +130,7 @@ def test_a_lost_bias_opens_the_gap(monkeypatch: pytest.MonkeyPatch) -> None:
         ula.effects(llama_model(), token_ids(), against=other_ids(), logit=3, progress=False)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["mamba", "llama"])
 def test_effects_by_layer_are_those_of_operators_behind_a_gradient_by_hand(name: str) -> None:
     result = by_hand(name, "layer")
@@ -195,6 +196,7 @@ def test_effects_by_head_are_those_of_attention_maps() -> None:
             assert worst(getattr(result, each)[:, 3 * k : 3 * k + 3].sum(1), getattr(layers, each)[:, k]) <= 1e-10
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["mamba2", "qwen3 next"])
 def test_heads_of_a_recurrence_add_up_to_their_layer(name: str) -> None:
     traced, other = _case(name)
@@ -210,6 +212,7 @@ def test_heads_of_a_recurrence_add_up_to_their_layer(name: str) -> None:
             assert worst(getattr(by_head, each)[:, columns].sum(1), getattr(by_layer, each)[:, k]) <= 1e-10
 
 
+@pytest.mark.long
 def test_the_mean_is_over_the_replacements() -> None:
     model, ids = llama_model(), token_ids()[:1]
     with promoted():
@@ -225,6 +228,7 @@ def test_the_mean_is_over_the_replacements() -> None:
     assert set(both.content_by_token[0].nonzero().flatten().tolist()) == {4}
 
 
+@pytest.mark.long
 def test_every_token_is_replaced_by_seeded_draws_in_pieces() -> None:
     model, ids = llama_model(), token_ids()
 

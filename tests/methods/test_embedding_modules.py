@@ -127,6 +127,7 @@ def of_vectors(model: nn.Module, vectors: Callable[[Tensor], Tensor], method: st
     return explained(model, method)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", OPTIONS)
 @pytest.mark.parametrize("name", OWN_VECTORS)
 def test_the_vectors_are_the_output_of_the_module(name: str, method: str) -> None:

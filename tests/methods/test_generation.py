@@ -134,6 +134,7 @@ def test_rows_share_one_run(method: str, kind: Any, monkeypatch: pytest.MonkeyPa
     assert len(runs) == 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["gradient", "integrated_gradients"])
 def test_gradients_of_all_rows_are_those_of_one_run(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[int] = []

@@ -158,6 +158,7 @@ def test_blocks_of_heads_and_rows_change_nothing(monkeypatch: pytest.MonkeyPatch
         assert close(ula.explain(host_trace, method="transformer_attribution", target=-1).scores, whole.scores)
 
 
+@pytest.mark.long
 def test_perturbed_definitions_give_other_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     pairs = host_gradients(HOSTS["mamba"].model(), inputs())
     scores = explained(HOSTS["mamba"].model(), "attention_grad", inputs(), target=-1).scores

@@ -280,6 +280,7 @@ def test_a_residual_inside_the_module_passes_no_head() -> None:
     assert shares.extras["residual"].max() > 0.01
 
 
+@pytest.mark.long
 def test_layers_with_different_numbers_of_heads_are_refused() -> None:
     found = traced("hybrid")
     for method in ("raw", "latim", "alti"):

@@ -49,6 +49,7 @@ def dropped(model: nn.Module, given: dict[str, Tensor], edges: Sequence[Any], **
     return (plain - after).gather(-1, best).squeeze(-1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["mamba", "mamba2", "llama", "delta rule", "hybrid"])
 def test_tokens_are_cut_one_after_the_other(name: str) -> None:
     with promoted():
@@ -67,6 +68,7 @@ def test_tokens_are_cut_one_after_the_other(name: str) -> None:
     assert float(every.scores[:, later].abs().min()) > 0
 
 
+@pytest.mark.long
 def test_few_sequences_at_a_time_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     with promoted():
         found = hosted("mamba2")[2]
@@ -130,6 +132,7 @@ def test_the_measure_and_the_logit() -> None:
         assert relative_error(own.scores[:, 2][None], expected["logit", 3][None]) <= LIMIT
 
 
+@pytest.mark.long
 def test_values_in_place_of_the_tokens() -> None:
     with promoted():
         model, given, found = hosted("llama")

@@ -14,6 +14,7 @@ def explained(trace: ula.Trace, method: str, **options: object) -> ula.Attributi
     return ula.explain(trace, method=method, target=-1, progress=False, **options)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["logit", "lrp", "attn_lrp"])
 @pytest.mark.parametrize("name", ["mamba2", "llama"])
 def test_log_odds_weight_the_other_logits_by_their_probabilities(name: str, method: str) -> None:

@@ -60,6 +60,7 @@ def differs(seed: int) -> bool:
     return int(logits.argmax()) != int(traced(seed).output.logits[0, -1].argmax())
 
 
+@pytest.mark.long
 def test_runs_of_one_model_predict_different_tokens() -> None:
     """The control: without one decision, runs choose by their rounding."""
     if not seeds():

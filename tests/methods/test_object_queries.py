@@ -27,6 +27,7 @@ def detr(queries: int) -> Any:
     return randomize(transformers.DetrForObjectDetection(config).eval()).double().requires_grad_(False)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("queries", [4, 5, 3])
 def test_a_target_is_a_query_of_the_decoder(queries: int) -> None:
     # The image has four tokens.

@@ -44,6 +44,7 @@ def alone(padded: dict[str, Any], padding: int) -> dict[str, Any]:
     return {name: value if name == "pixel_values" else value[:, :-padding] for name, value in single.items()}
 
 
+@pytest.mark.long
 def test_a_classifier_that_finds_its_last_token_by_its_id_has_the_shares_of_the_text_alone() -> None:
     model, padded = classifier("Gemma3ForSequenceClassification", "Gemma3Config"), inputs(2)
     result = ula.explain(model, padded, progress=False)
@@ -53,6 +54,7 @@ def test_a_classifier_that_finds_its_last_token_by_its_id_has_the_shares_of_the_
     assert not result.scores[1, ..., 4:].any()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("padding", [0, 2])
 def test_a_classifier_that_reads_padding_says_so(padding: int) -> None:
     """ShieldGemma 2 reads the logits of the last token without a look at attention_mask."""

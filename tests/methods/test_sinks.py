@@ -64,6 +64,7 @@ def test_padded_sequences_have_the_sinks_of_single_ones(side: str) -> None:
     assert sinks_of(model, short) == ((0,),)
 
 
+@pytest.mark.long
 def test_a_token_is_a_sink_from_half_of_the_layers_on() -> None:
     # The MLP of layer k is in the streams that enter the layers after it.
     by_writer = {writer: sinks_of(llama(writer), IDS) for writer in range(LAYERS)}
@@ -122,6 +123,7 @@ def test_a_merged_word_with_a_sink_is_one() -> None:
     assert result.spans([(3, 5)], unit="tokens").sinks == ((2,),)
 
 
+@pytest.mark.long
 def test_the_command_line_names_the_sinks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     llama().save_pretrained(tmp_path)
     save_tokenizer(tmp_path)
@@ -171,6 +173,7 @@ def test_a_result_of_sinks_only() -> None:
     assert "no other scores" in result.to_html() and result.plot() is not None
 
 
+@pytest.mark.long
 def test_the_command_line_of_a_ranking_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     llama().save_pretrained(tmp_path)
     save_tokenizer(tmp_path, [*CLI_WORDS, *"ghijklmn"])

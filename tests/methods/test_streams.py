@@ -28,6 +28,8 @@ from unilinattn.errors import InputError, OptionError, UncoveredError
 from unilinattn.frozen.run import frozen
 from unilinattn.testing import promoted, randomize, relative_error
 
+pytestmark = pytest.mark.long
+
 VOCABULARY = 19
 IDS = dict(vocab_size=VOCABULARY, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=0)
 ALTI = ula.methods.Alti(compose="rollout")

@@ -52,6 +52,7 @@ def test_texts_are_explained_like_their_ids(side: str) -> None:
         assert "".join(token for token, kept in zip(row, real.tolist(), strict=True) if kept) == text
 
 
+@pytest.mark.long
 def test_one_text_is_a_batch_of_one() -> None:
     assert explained().scores.shape[0] == 1 and explained().mask is None
     assert torch.equal(explained().scores, explained([PARIS]).scores)
@@ -98,6 +99,7 @@ def test_a_logit_is_named_by_its_text() -> None:
     assert torch.equal(pair.scores, explained(target=-1, logit=tuple(ids)).scores)
 
 
+@pytest.mark.long
 def test_padding_changes_no_score(recwarn: pytest.WarningsRecorder) -> None:
     texts = [PARIS, "matters"]
     for side in ("left", "right"):

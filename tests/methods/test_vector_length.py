@@ -96,6 +96,7 @@ def test_without_a_target_all_vectors_but_padding_count() -> None:
     assert "the length of out.last_hidden_state =" in repr(alone)
 
 
+@pytest.mark.long
 def test_feature_maps_are_explained_whole_where_layers_cannot_be_composed() -> None:
     model, inputs = resnet()
     with pytest.warns(UserWarning, match="This is lrp of the length of out.last_hidden_state"):

@@ -46,6 +46,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(mixer, "tokens", 4)
 
 
+@pytest.mark.long
 @every
 @passes
 @pytest.mark.parametrize("kept", [0, pytest.param(1000, marks=pytest.mark.slow)])

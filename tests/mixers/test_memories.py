@@ -28,6 +28,7 @@ def test_apply_is_the_recurrence(name: str, lengths: tuple[int, ...], dtype: tor
         laws.check_definition(MEMORIES[name], MEMORIES[name].draw(length), dtype)
 
 
+@pytest.mark.long
 @every
 @lengths
 def test_every_operation_is_one_matrix(name: str, lengths: tuple[int, ...]) -> None:
@@ -53,6 +54,7 @@ def check_extreme(memory: Memory, factors: laws.Factors) -> None:
     laws.check_finite_gradients(memory, factors)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "factor", "level"), EXTREMES)
 def test_extreme_factors(name: str, factor: str, level: float) -> None:
     factors = well_conditioned(name, MEMORIES[name].draw(70))

@@ -192,6 +192,7 @@ OPERATIONS: Mapping[str, Callable[[CoreMixer], None]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("dtype", "decay"), DRAWN)
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_no_product_of_any_structure_reads_a_subnormal_number(structure: str, dtype: torch.dtype, decay: str) -> None:

@@ -114,6 +114,7 @@ def test_a_causal_term_beside_one_that_is_not() -> None:
     check_vectors(op)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("structure", ["dense", "delta rule"])
 def test_tiles_of_heads_with_one_weight_span_chunks(structure: str) -> None:
     length, heads, state = 150, 2, 4

@@ -94,6 +94,7 @@ def test_a_value_without_stages_does_not_make_its_gate_the_value() -> None:
     assert relative_error(op.apply(other), expected) < LIMIT
 
 
+@pytest.mark.long
 def test_the_passes_that_choose_values_do_not_grow_with_the_steps_of_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     passes: list[int] = []
     original = frozen_module._LayerFreezing._tokens
@@ -150,6 +151,7 @@ def test_a_wrong_derivative_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         operator(modules.LinearAttention(), draw(*TOKENS))
 
 
+@pytest.mark.long
 def test_parameters_and_modes_are_as_before_and_the_graph_is_freed() -> None:
     module = delta_loop()
     module.out.weight.requires_grad_(False)
@@ -182,6 +184,7 @@ class Model(nn.Module):
         return logits
 
 
+@pytest.mark.long
 def test_methods_that_read_vectors_explain_loops_and_those_of_maps_say_why_they_cannot() -> None:
     ids = torch.randint(20, (BATCH, 9), generator=torch.Generator().manual_seed(0))
     trace = ula.trace(randomize(Model().eval()), ids, progress=False)
@@ -245,6 +248,7 @@ def delta_loop() -> GatedLoop:
     return GatedLoop("delta", "einsum", "none")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("length", [6, 12, 80])
 @pytest.mark.parametrize("features", FEATURES)
 @pytest.mark.parametrize("style", OUTER)

@@ -91,6 +91,7 @@ def test_convolutions_of_volumes_are_exact_stages(groups: int) -> None:
     operator(module, draw(2, WIDTH, 3, 4, 5))
 
 
+@pytest.mark.long
 def test_a_convolution_whose_image_becomes_tokens_again_has_the_stream_of_the_tokens() -> None:
     sizes = dict(image_size=8, patch_size=1, window_size=4, upscale=2)
     config = Swin2SRConfig(embed_dim=12, depths=[1, 1], num_heads=[2, 2], **sizes)
@@ -213,6 +214,7 @@ def test_a_pyramid_is_explained_by_the_tokens_of_its_first_stage() -> None:
     assert result.grid == (4, 5) and result.patches == tuple(range(20))
 
 
+@pytest.mark.long
 def test_a_pool_between_blocks_that_is_no_module_is_a_layer() -> None:
     class Pooled(Pyramid):
         def forward(self, x: Tensor) -> Tensor:
@@ -229,6 +231,7 @@ def test_a_pool_between_blocks_that_is_no_module_is_a_layer() -> None:
     assert all(layer.reconstruction_error() < LIMIT for layer in traced.layers)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("norm", [nn.GroupNorm(2, WIDTH), nn.InstanceNorm2d(WIDTH, affine=True)])
 def test_a_norm_over_pixels_between_blocks_is_a_layer(norm: nn.Module) -> None:
     class Normed(Pyramid):

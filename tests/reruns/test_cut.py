@@ -248,6 +248,7 @@ def test_the_tokens_of_another_run_in_place_of_keys(name: str) -> None:
             assert torch.equal(logits(model, x), both)
 
 
+@pytest.mark.long
 def test_layers_by_index_and_by_name() -> None:
     model, x = built("jamba")
     names, edges = [layer.name for layer in trace(model, x).layers], [(8, 2)]

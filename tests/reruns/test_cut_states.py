@@ -219,6 +219,7 @@ def test_through_operators_and_cut_go_together() -> None:
         assert relative_error(logits(model, x), expected) <= 2e-6
 
 
+@pytest.mark.long
 def test_a_text_is_generated_without_a_cache() -> None:
     model, x = host("llama, grouped queries").model(), host("llama, grouped queries").inputs()
     settings = dict(max_new_tokens=3, do_sample=False, pad_token_id=0)

@@ -95,6 +95,7 @@ def test_copies_of_an_image_are_computed_at_once_where_the_host_does(case: Any) 
         assert repeats(trace) == is_repeated
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "method",
     [
@@ -114,6 +115,7 @@ def test_scores_do_not_depend_on_the_number_of_runs_at_once(
     assert relative_error(scores, single) < LIMIT and bool((scores != 0).any())
 
 
+@pytest.mark.long
 def test_knockout_is_the_fall_of_the_logit_without_the_edges_of_a_token(case: Any) -> None:
     model, inputs, trace, _ = case
     texts = [index for index, layer in enumerate(trace.layers) if layer.output.shape[1] == 9]
@@ -126,6 +128,7 @@ def test_knockout_is_the_fall_of_the_logit_without_the_edges_of_a_token(case: An
             assert abs(float(scores[token] - fall)) < LIMIT
 
 
+@pytest.mark.long
 def test_a_run_of_several_copies_that_the_host_computes_in_turn_is_refused() -> None:
     model, inputs = in_turn()
     trace = ula.trace(randomize(model.double().eval()), inputs, progress=False)
@@ -140,6 +143,7 @@ def test_gradients_reach_layers_of_packed_patches(case: Any) -> None:
     assert len(gradients) == len(trace.layers) and all(float(gradient.norm()) > 0 for gradient in gradients)
 
 
+@pytest.mark.long
 def test_as_many_sequences_as_tokens_are_told_apart_in_two_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """XLNet's tensors begin with tokens, so that five sequences of five tokens have one shape in either order."""
     config = transformers.XLNetConfig(vocab_size=30, d_model=16, n_layer=2, n_head=2, d_inner=16, pad_token_id=0)

@@ -36,6 +36,7 @@ def explained(inputs: dict[str, Tensor], method: str, logit: Function | None) ->
     return ula.explain(clip(), inputs, method=method, target=-1, logit=logit, progress=False)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", METHODS)
 def test_a_pair_among_others_has_the_scores_of_itself(method: str) -> None:
     # The similarity of each pair is explained by default.
@@ -57,6 +58,7 @@ def test_a_number_that_reads_other_sequences_is_refused(name: str, method: str, 
         explained({**text, "pixel_values": images()}, method, CROSSING[name])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["occlusion", "knockout", "smoothgrad"])
 @pytest.mark.parametrize("name", ["the first text", "the last image"])
 def test_the_table_of_a_single_pair_is_read_in_runs_one_at_a_time(name: str, method: str) -> None:
@@ -66,6 +68,7 @@ def test_the_table_of_a_single_pair_is_read_in_runs_one_at_a_time(name: str, met
     assert scores[0, :5].any() and scores[0, 5:].any()
 
 
+@pytest.mark.long
 def test_one_image_with_several_texts_is_refused_with_a_call_that_works() -> None:
     inputs = {**PAIRS, "pixel_values": images()[:1]}
     for method in ("attn_lrp", "occlusion", "rollout"):
@@ -92,6 +95,7 @@ class Relative(nn.Module):
         return {"logits_per_image": table.expand(-1, 3 * len(table)) if self.captions else sizes / sizes.sum(0)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pairs", [1, 2])
 def test_similarities_that_other_pairs_change_are_no_default(pairs: int) -> None:
     inputs = {name: value[:pairs] for name, value in PAIRS.items()}
@@ -99,6 +103,7 @@ def test_similarities_that_other_pairs_change_are_no_default(pairs: int) -> None
     assert similarity_of_pairs(ula.trace(Relative(captions=False), inputs, progress=False)) is None
 
 
+@pytest.mark.long
 def test_a_table_of_other_things_than_pairs_is_explained() -> None:
     inputs = {name: value[:1] for name, value in PAIRS.items()}
     result = ula.explain(Relative(captions=True), inputs, method="logit", progress=False)
@@ -117,6 +122,7 @@ class Similarities(nn.Module):
         return table
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["attn_lrp", "input_x_gradient", "knockout"])
 def test_a_table_of_similarities_has_no_logits_of_classes(method: str) -> None:
     with pytest.raises(InputError, match=r"each logit has a number.*logit=lambda out: out.diagonal\(\) does"):

@@ -171,6 +171,7 @@ def test_tensors_that_contradict_the_header_are_refused(tmp_path: Path) -> None:
         Attribution.load(path)
 
 
+@pytest.mark.long
 @settings(max_examples=150)
 @given(st.data())
 def test_damaged_files_raise_only_result_file_errors(tmp_path_factory: Any, data: st.DataObject) -> None:

@@ -151,6 +151,7 @@ def titles(figure: Any) -> list[str]:
     return [axes.get_title(loc="left") for axes in figure.axes if axes.get_title(loc="left")]
 
 
+@pytest.mark.long
 def test_a_layer_is_small_multiples_of_its_heads() -> None:
     figure = with_heads().plot(layer=0)
     assert titles(figure) == ["head 2", "head 5", "head 7"]

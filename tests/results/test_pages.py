@@ -361,6 +361,7 @@ def test_attention_sinks_are_apart_and_not_among_the_largest_scores() -> None:
     assert grey.mask.tolist() == [[False, True, True, True]]
 
 
+@pytest.mark.long
 def test_pooled_pages_leave_attention_sinks_out() -> None:
     scores = torch.ones(2600, 2600)
     scores[:, 0] = 90

@@ -116,6 +116,7 @@ def mixers(layer: Layer) -> list[CoreMixer]:
 SCANS = (signed, backwards, rotated, turned, shared, heads_in_the_batch, heads_before_the_batch, with_a_highest_gate)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scan", SCANS)
 def test_a_recurrence_is_exact(scan: Callable[[Recurrent, Tensor], Tensor]) -> None:
     check_architecture(model(scan), ids())

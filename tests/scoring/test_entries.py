@@ -44,6 +44,7 @@ def inputs(*texts: list[int], images: int = 1) -> dict[str, Tensor]:
 TEXTS = [3, *[IMAGE] * PATCHES, 4, 5], [4, 5, *[IMAGE] * PATCHES, 6]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("feature", [-1, -2])
 def test_rollout_goes_on_in_the_image(feature: int) -> None:
     """The product of the text's maps, of the places of the patches, and of the maps of the layers before them."""
@@ -81,6 +82,7 @@ COMPOSED = (
 )
 
 
+@pytest.mark.long
 def test_several_images_of_a_text_are_one_sequence_of_patches() -> None:
     """The maps of two images are the blocks of one map among the patches of both."""
     trace = ula.trace(llava(), inputs([3, *[IMAGE] * PATCHES, 4, *[IMAGE] * PATCHES, 5], images=2), progress=False)
@@ -104,6 +106,7 @@ def test_several_images_of_a_text_are_one_sequence_of_patches() -> None:
         assert relative_error(row, whole[:, -1]) < LIMIT
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["alti", "latim"])
 def test_layers_of_the_images_of_a_text_have_a_product_for_each_image(method: str) -> None:
     two = inputs([3, *[IMAGE] * PATCHES, 4, *[IMAGE] * PATCHES, 5], images=2)
@@ -117,6 +120,7 @@ def test_layers_of_the_images_of_a_text_have_a_product_for_each_image(method: st
         assert relative_error(both[image : image + 1], single) < LIMIT
 
 
+@pytest.mark.long
 def test_tokens_of_one_of_several_images_are_not_cut() -> None:
     two = inputs([3, *[IMAGE] * PATCHES, 4, *[IMAGE] * PATCHES, 5], images=2)
     with pytest.raises(UncoveredError, match=r"not in one of its images.*vision_tower 2 x 5, language_model 1 x 11\)"):
@@ -125,6 +129,7 @@ def test_tokens_of_one_of_several_images_are_not_cut() -> None:
     assert text.scores.shape == (1, 11) and bool((text.scores != 0).any())
 
 
+@pytest.mark.long
 def test_sinks_of_several_images_are_counted_over_all_patches() -> None:
     model = llava()
     with torch.no_grad():
@@ -136,6 +141,7 @@ def test_sinks_of_several_images_are_counted_over_all_patches() -> None:
     assert result.sinks is not None and result.sinks[0][:2] == (0, CLS + PATCHES)
 
 
+@pytest.mark.long
 def test_keys_that_no_layer_writes_are_patches_of_the_image() -> None:
     """Cross-attention reads the patches of tiles without those that fill them up, which is another tensor."""
     trace = ula.trace(*mllama(), progress=False)
@@ -157,6 +163,7 @@ def test_keys_that_no_layer_writes_are_patches_of_the_image() -> None:
     assert relative_error(row.scores, result.scores[:, -1]) < LIMIT
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", COMPOSED, ids=str)
 def test_the_row_of_a_target_is_that_of_all_rows(method: Any) -> None:
     trace = ula.trace(llava(), inputs(*TEXTS), progress=False)
@@ -168,6 +175,7 @@ def test_the_row_of_a_target_is_that_of_all_rows(method: Any) -> None:
     assert not bool(row[:, 5:][torch.tensor(TEXTS) == IMAGE].any())
 
 
+@pytest.mark.long
 def test_relevances_begin_with_the_tokens_that_have_shares() -> None:
     trace = ula.trace(llava(), inputs(*TEXTS), progress=False)
     whole, row = (
@@ -178,6 +186,7 @@ def test_relevances_begin_with_the_tokens_that_have_shares() -> None:
 
 
 # The token at 3 is a patch in both texts.
+@pytest.mark.long
 @pytest.mark.parametrize("target", [-1, 3])
 def test_shares_of_vectors_go_on_in_the_image(target: int) -> None:
     trace = ula.trace(llava(), inputs(*TEXTS), progress=False)
@@ -228,6 +237,7 @@ def joined(how: str, second: int = 3) -> ula.Trace:
     return ula.trace(randomize(Joined(how).double().eval()), vectors, progress=False)
 
 
+@pytest.mark.long
 def test_entries_of_several_streams() -> None:
     by_read = {entry.read.name: entry.among(2).tolist() for entry in stream_entries(joined("joined"))}
     assert by_read == {"second": [[NONE, 0, 1, 2, *[NONE] * 5]] * 2, "first": [[*[NONE] * 4, 0, 1, 2, 3, 4]] * 2}
@@ -243,6 +253,7 @@ def test_entries_of_several_streams() -> None:
     assert twice == {("first", "second"): [4, 0, 2], ("second", "third"): [2, 0]}
 
 
+@pytest.mark.long
 def test_tokens_without_a_single_origin_are_refused() -> None:
     trace = joined("summed", 5)
     with pytest.raises(UncoveredError, match=r"a token of third begins as several tokens"):

@@ -116,6 +116,7 @@ def explained(host: nn.Module | Trace, method: str, **options: Any) -> Any:
     return ula.explain(run, method=method, variant="published-code", progress=False, **options)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", HOSTS)
 def test_scores_are_those_of_the_released_steps(name: str, method: str) -> None:
@@ -130,6 +131,7 @@ def test_scores_are_those_of_the_released_steps(name: str, method: str) -> None:
     assert printed is None or not torch.allclose(printed.scores, expected, rtol=1e-3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("change", [{"sign": "keep"}, {"sign": "abs"}, {"start_layer": 1}], ids=str)
 @pytest.mark.parametrize("method", METHODS)
 def test_signs_and_layers_can_be_chosen(method: str, change: dict[str, Any]) -> None:
@@ -193,6 +195,7 @@ def test_rows_are_exact_where_the_released_vector_leaves_out_the_decay_of_cls() 
     assert not torch.allclose(shortened, exact, rtol=1e-3)
 
 
+@pytest.mark.long
 def test_weights_are_rescaled_over_real_tokens() -> None:
     torch.manual_seed(0)
     config = transformers.BertConfig(
@@ -214,6 +217,7 @@ def test_weights_are_rescaled_over_real_tokens() -> None:
         assert not padded[3:].any()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", METHODS)
 def test_models_and_targets_without_cls_are_refused(method: str) -> None:
     causal = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=12, n_embd=8, n_layer=2, n_head=2)).eval()

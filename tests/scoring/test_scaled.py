@@ -86,6 +86,7 @@ def require_scaled(result: Attribution, values: Tensor, exponents: Tensor) -> No
     assert (result.scores.abs() < 1).all()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("padding", ["none", "left", "right"])
 @pytest.mark.parametrize("method", ["rollout", "raw"])
 def test_48_random_layers_have_a_scaled_product(method: str, padding: str) -> None:
@@ -98,6 +99,7 @@ def test_48_random_layers_have_a_scaled_product(method: str, padding: str) -> No
     require_scaled(row, values[range(2), last], exponents[range(2), last])
 
 
+@pytest.mark.long
 def test_results_with_a_scale_are_selected_saved_merged_and_drawn(tmp_path: Path) -> None:
     whole, row = (ula.explain(deep(), method="rollout", target=target) for target in (None, -1))
     for result in (whole, row):
@@ -116,6 +118,7 @@ def test_results_with_a_scale_are_selected_saved_merged_and_drawn(tmp_path: Path
     )
 
 
+@pytest.mark.long
 def test_normalised_products_need_no_scale() -> None:
     assert "log2_scale" not in ula.explain(deep(), method="rollout", normalize="rows").extras
     for method in ("alti", "latim"):

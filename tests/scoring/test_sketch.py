@@ -67,6 +67,7 @@ def test_the_squared_norm_is_unbiased_with_the_stated_variance() -> None:
     assert float(found.var()) == pytest.approx(float(variance), rel=0.15)
 
 
+@pytest.mark.long
 def test_standard_errors_are_those_of_repeated_sketches() -> None:
     torch.manual_seed(0)
     host = named("mamba2")

@@ -93,6 +93,7 @@ def in_double(build: Callable[[], tuple[Any, dict[str, Any]]]) -> tuple[Any, dic
     return model.double().eval(), doubled
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
 def test_a_base_model_with_an_image_is_explained_as_the_vectors_of_its_text(name: str) -> None:
     model, inputs = in_double(MODELS[name])
@@ -114,6 +115,7 @@ def test_a_base_model_with_an_image_is_explained_as_the_vectors_of_its_text(name
         assert shares.scores[0, -ids.shape[1] :][ids[0] == IMAGE].abs().max() > 1e-6
 
 
+@pytest.mark.long
 def test_a_function_of_the_features_of_an_image_is_refused() -> None:
     model, inputs = in_double(llava_next)
     with pytest.raises(UncoveredError, match="pixel_values reaches the output of LlavaNextModel beside the vectors"):

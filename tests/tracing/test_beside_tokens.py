@@ -23,6 +23,7 @@ def decoder() -> nn.Module:
     return transformers.BertLMHeadModel(config).double().eval()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("length", [7, 5])
 @pytest.mark.parametrize("method", ["logit", "attn_lrp", "occlusion", "input_x_gradient"])
 def test_the_states_of_an_encoder_that_ran_before_are_tokens(method: str, length: int) -> None:
@@ -45,6 +46,7 @@ def test_the_states_of_an_encoder_that_ran_before_are_tokens(method: str, length
     torch.testing.assert_close(moved.scores[1, 5:], result.scores[1, 5:].roll(1, 0), rtol=1e-6, atol=1e-10)
 
 
+@pytest.mark.long
 def test_gradients_at_an_encoders_states_are_those_of_the_model() -> None:
     model, states = decoder(), torch.randn(2, 7, 8, dtype=torch.float64, requires_grad=True)
     result = ula.explain(
@@ -71,6 +73,7 @@ def document() -> tuple[nn.Module, dict[str, Tensor]]:
     return randomize(transformers.LayoutLMv3ForTokenClassification(config)).double().eval(), inputs
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["logit", "occlusion"])
 def test_patches_beside_words_have_shares(method: str) -> None:
     model, inputs = document()
@@ -84,6 +87,7 @@ def test_patches_beside_words_have_shares(method: str) -> None:
     assert (moved.scores[1, 6] - result.scores[1, 6]).abs() > 1e-8
 
 
+@pytest.mark.long
 def test_a_tokenizer_names_the_words_among_patches() -> None:
     model, inputs = document()
     tokenizer = words()
@@ -112,6 +116,7 @@ class Shifted(nn.Module):
         return {"logits": logits + image.mean((1, 2))[:, None, None]}
 
 
+@pytest.mark.long
 def test_an_input_beside_tokens_and_states_is_refused() -> None:
     inputs = {
         "input_ids": IDS,
@@ -138,6 +143,7 @@ class Pooled(nn.Module):
         return {"logits": self.head(self.last(pooled)[:, 0])}
 
 
+@pytest.mark.long
 def test_a_tokenizer_names_the_words_that_a_pool_reads() -> None:
     torch.manual_seed(0)
     result = ula.explain(Pooled().eval(), IDS, method="logit", tokenizer=words(), progress=False)
@@ -156,6 +162,7 @@ class Stamped(nn.Module):
         return {"logits": logits + stamp.mean((1, 2))[:, None, None]}
 
 
+@pytest.mark.long
 def test_an_input_beside_words_and_patches_is_refused() -> None:
     model, inputs = document()
     inputs = {**inputs, "stamp": torch.randn(2, 3, 4, dtype=torch.float64)}

@@ -62,6 +62,7 @@ def segmenter() -> tuple[nn.Module, Tensor]:
     return Segmenter().double().eval(), torch.randn(2, 3, 8, 8, dtype=torch.float64)
 
 
+@pytest.mark.long
 def test_a_list_of_feature_maps_has_a_port_for_each() -> None:
     model, image = segmenter()
     trace = ula.trace(model, image, progress=False)
@@ -71,6 +72,7 @@ def test_a_list_of_feature_maps_has_a_port_for_each() -> None:
     assert {layer.name for layer in trace.layers} >= {"pyramid", "fusion"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["logit", "lrp"])
 def test_maps_beside_the_first_one_are_not_in_the_bias(method: str) -> None:
     model, image = segmenter()
@@ -83,6 +85,7 @@ def test_maps_beside_the_first_one_are_not_in_the_bias(method: str) -> None:
     torch.testing.assert_close(result.extras["logit"], logits.detach())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["rollout", "alti", "raw"])
 def test_a_map_of_the_first_result_is_not_taken_for_that_of_all(method: str) -> None:
     model, image = segmenter()
@@ -90,6 +93,7 @@ def test_a_map_of_the_first_result_is_not_taken_for_that_of_all(method: str) -> 
         ula.explain(model, image, method=method, progress=False)
 
 
+@pytest.mark.long
 def test_a_frozen_run_notices_a_layer_that_reads_another_input_than_in_the_trace(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -149,6 +153,7 @@ def test_values_at_frozen_places_have_shares_and_biases() -> None:
     assert result.completeness_gap < 1e-12 and result.extras["bias"].abs().min() > 1e-3
 
 
+@pytest.mark.long
 def test_places_that_a_query_decides_have_half_of_the_relevance() -> None:
     model, image = detector()
     result = ula.explain(model, image, method="attn_lrp", measure="logit", logit=3, progress=False)
@@ -170,6 +175,7 @@ def fsmt() -> tuple[nn.Module, dict[str, Any]]:
     return model, {**ids, "decoder_input_ids": torch.randint(3, 20, (2, 5), generator=generator), "use_cache": False}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["logit", "lrp", "attn_lrp", "occlusion", "gradient"])
 def test_both_streams_have_shares_where_tokens_come_before_sequences(method: str) -> None:
     model, inputs = fsmt()

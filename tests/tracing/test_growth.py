@@ -94,6 +94,7 @@ def traced(build: Callable[[int], nn.Module], depth: int) -> Callable[[], ula.Tr
     return lambda: ula.trace(model, ids, progress=False)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("build", [bert, gpt2, parallel, sandwich, mamba])
 def test_each_layer_adds_the_same_work(build: Callable[[int], nn.Module], work: Counter[str]) -> None:
     counts = []

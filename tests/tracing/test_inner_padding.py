@@ -31,6 +31,7 @@ def padded() -> dict[str, torch.Tensor]:
     return {"input_ids": torch.cat([ids(), torch.ones(2, 1, dtype=torch.long)], 1), "attention_mask": mask}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["LongformerForMaskedLM", "LongformerForSequenceClassification"])
 @pytest.mark.parametrize("method", ["logit", "attn_lrp", "contribution", "knockout", "gradient"])
 def test_scores_are_those_of_inputs_with_the_padding_that_the_host_adds(name: str, method: str) -> None:

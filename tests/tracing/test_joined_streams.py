@@ -102,6 +102,7 @@ def detector(name: str) -> nn.Module:
     return randomize(getattr(transformers, f"{name}ForObjectDetection")(config).double().eval())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["logit", "lrp", "attn_lrp"])
 def test_a_detector_is_explained_by_the_tokens_of_all_levels(method: str) -> None:
     """RT-DETR joins three levels, decodes the best tokens of all, and stops their gradients."""

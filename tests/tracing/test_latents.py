@@ -20,6 +20,7 @@ def perceiver(positions: int) -> Any:
     return randomize(transformers.PerceiverForMaskedLM(config).double().eval())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("positions", [7, 9])
 @pytest.mark.parametrize("method", ["logit", "lrp", "attn_lrp", "occlusion", "input_x_gradient"])
 def test_the_ids_that_latent_vectors_read_have_scores(method: str, positions: int) -> None:

@@ -55,6 +55,7 @@ def test_a_masked_recorded_layer_is_not() -> None:
     assert [layer.architecture for layer in trace.layers] == ["recorded"]
 
 
+@pytest.mark.long
 def test_padding_behind_an_image_and_a_text_is_that_of_the_text() -> None:
     """GIT reads the patches of an image before its text, and attention_mask has the tokens of the text."""
     tiny = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2)
@@ -106,6 +107,7 @@ def test_padding_whose_vectors_do_not_move_with_its_ids_is_warned_of() -> None:
         ula.trace(Prefixed(Attention(masks=True), blank=True).eval(), inputs, progress=False)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("side", ["attention_mask", "decoder_attention_mask"])
 def test_padding_of_a_recorded_cross_attention_is_that_of_the_stream_it_reads(side: str) -> None:
     config = transformers.MvpConfig(

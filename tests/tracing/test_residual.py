@@ -273,6 +273,7 @@ def test_a_stream_modified_in_place_is_exact_or_missing() -> None:
         assert layer.residual is None or torch.allclose(layer.residual, stream, rtol=1e-12)
 
 
+@pytest.mark.long
 def test_a_wrongly_assigned_sibling_raises_stream_error() -> None:
     model = built(FlatMLPFirst, torch.float32)
     found = ula.trace(model, ids())

@@ -46,6 +46,7 @@ def traced(model: nn.Module, **inputs: Tensor) -> ula.Trace:
     return ula.trace(model.double().eval(), inputs, progress=False)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("encoder", [bert, albert])
 @pytest.mark.parametrize("texts", ["different", "equal", "of other lengths"])
 def test_two_texts_in_one_encoder_are_those_of_two_encoders(encoder: Any, texts: str) -> None:

@@ -39,6 +39,7 @@ def time_series(features: int) -> tuple[Any, dict[str, Any]]:
     return model, {name: value.double() for name, value in inputs.items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("features", [0, 2])
 def test_a_time_series_without_features_of_its_times_is_explained(features: int) -> None:
     model, inputs = time_series(features)

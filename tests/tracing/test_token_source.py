@@ -65,6 +65,7 @@ def joined(place: str) -> Joined:
     return Joined(place).eval()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("place", ["placed", "end"])
 def test_a_trace_asks_once_where_its_tokens_come_from_and_keeps_nothing(place: str) -> None:
     model, runs = joined(place), []
@@ -98,6 +99,7 @@ def test_vectors_from_another_input_are_tokens(place: str) -> None:
     assert bool((result.scores[:, :2].abs() > 1e-3).any())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["logit", "lrp", "alti_logit"])
 def test_an_input_beside_the_tokens_is_refused_by_name(method: str) -> None:
     model, image = joined("end"), picture()
@@ -187,6 +189,7 @@ def test_a_large_constant_among_the_logits_hides_nothing() -> None:
         ula.explain(model, {"input_ids": IDS, "image": picture()}, method="logit", target=-1, progress=False)
 
 
+@pytest.mark.long
 def test_a_function_of_the_output_that_another_input_reaches_is_refused() -> None:
     model = joined("nowhere")
 

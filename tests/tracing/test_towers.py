@@ -74,6 +74,7 @@ def parts() -> nn.Module:
     return Parts().eval()
 
 
+@pytest.mark.long
 def test_a_part_that_reads_every_token_of_an_earlier_one_continues_its_sequence() -> None:
     # The model may make zeros of padding in between.
     for inputs in ({"input_ids": IDS}, {"input_ids": IDS, "attention_mask": REAL}):
@@ -82,6 +83,7 @@ def test_a_part_that_reads_every_token_of_an_earlier_one_continues_its_sequence(
         assert [stream.name for stream in traced.streams] == ["tokens"]
 
 
+@pytest.mark.long
 def test_a_part_continues_the_sequence_before_another_one() -> None:
     inputs = {"input_ids": IDS, "pixels": torch.randn(2, WORDS, 3)}
     traced = ula.trace(parts(), inputs, progress=False)
@@ -111,6 +113,7 @@ def test_a_part_that_reads_some_tokens_of_each_earlier_one_has_another_sequence(
     assert [layer.tower for layer in traced.layers] == ["first"] * 2 + ["second"] * 2 + ["third"] * 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["rollout", "alti", "latim", "logit"])
 def test_patches_as_many_as_words_are_other_tokens(method: str) -> None:
     model, options = clip(), {} if method in ("rollout", "logit") else {"compose": "rollout"}
@@ -122,6 +125,7 @@ def test_patches_as_many_as_words_are_other_tokens(method: str) -> None:
         assert result.select(keys="text_model").scores.abs().amax() > 0
 
 
+@pytest.mark.long
 def test_similarities_of_several_pairs_are_refused_with_the_cause() -> None:
     # A row of the similarities of all images and all texts reads the texts of other pairs.
     traced = ula.trace(clip(), {"input_ids": IDS, "pixel_values": images()}, progress=False)
