@@ -100,3 +100,28 @@ def test_patches_beside_the_ids_are_no_padding() -> None:
     trace = ula.trace(model, inputs)
     assert trace.mask is None and trace.layers[0].output.shape[1] > 7
     assert torch.equal(trace.arguments["input_ids"], ids()[:1])
+
+
+class Continuation(nn.Module):
+    """Reads the ids of its decoder only, of which there may be more than of the text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.mixer, self.head = nn.Embedding(30, 8), Averaged(), nn.Linear(8, 30)
+
+    def forward(
+        self, input_ids: torch.Tensor, decoder_input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        x = self.tokens(decoder_input_ids)
+        return self.head(x + self.mixer(x))
+
+
+class Averaged(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.cumsum(1) / torch.arange(1, 1 + x.shape[1])[:, None]
+
+
+def test_a_text_is_not_padded_to_the_tokens_of_a_decoder() -> None:
+    inputs = {"input_ids": ids()[:, :3], "decoder_input_ids": ids()}
+    trace = ula.trace(randomize(Continuation().eval()), inputs, progress=False)
+    assert [tuple(layer.output.shape) for layer in trace.layers] == [(2, 7, 8)] and trace.mask is None
