@@ -1,5 +1,5 @@
 # make compare   the trained models side by side: a table, and the report in unilinattn-report/
-# make test      the tests that a change needs, of less than a second each: few configurations and examples, no signatures;
+# make test      the quick tests, most of less than a second: few configurations and examples, no signatures;
 #                ARGS="--thorough -m ''" runs all tests with signatures and more examples, as .ci/run does
 # make slow      the others: longer ones, every configuration, every pair of values of a test's parameters
 # make margins   how far each comparison of numbers is from its limit, on variants of this processor

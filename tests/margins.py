@@ -155,7 +155,8 @@ def run(name: str, tests: Sequence[str], path: Path, report: Callable[[str], Non
     threads = variant.pop("THREADS", "1")
     # The hook changes pytest's rewritten bytecode, which must not enter the cache of other runs.
     with tempfile.TemporaryDirectory() as cache:
-        options = ["--margins", str(path), "--threads", threads, "-o", "enable_assertion_pass_hook=true"]
+        options = ["-m", "not slow", "--margins", str(path), "--threads", threads]
+        options += ["-o", "enable_assertion_pass_hook=true"]
         done = subprocess.run(
             [sys.executable, "-m", "pytest", "-q", *tests, *options, "-p", "no:cacheprovider"],
             cwd=ROOT,
