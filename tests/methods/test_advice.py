@@ -14,6 +14,7 @@ from transformers import ReformerConfig, ReformerModelWithLMHead
 import unilinattn as ula
 from tests.methods.refused import HOSTS, LENGTH, ids, prompted, recommended, t5
 from unilinattn.errors import InputError, UncoveredError, UnilinattnError
+from unilinattn.methods import needs
 from unilinattn.methods.needs import TRIED, Needs
 from unilinattn.methods.run import run_method
 from unilinattn.registry import Method, list_methods, overridden
@@ -166,6 +167,13 @@ def test_what_is_not_tried_is_not_named() -> None:
         assert "silent" not in new_needs().methods() and "raw" in new_needs().methods()
     long = ula.trace(traced("Doge").host, ids().repeat(TRIED // LENGTH + 1, 1))
     assert Needs(long, -1, None, "all").methods() == []
+
+
+def test_the_layer_with_the_most_tokens_decides_what_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = traced("T5")
+    assert trace.layers[-1].output.shape[1] == 4 < LENGTH
+    monkeypatch.setattr(needs, "TRIED", 4)
+    assert Needs(trace, -1, None, "all").methods() == []
 
 
 def test_a_refusal_below_the_methods_names_none_of_them() -> None:

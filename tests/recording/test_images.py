@@ -12,7 +12,7 @@ from tests.recording.test_recorded import LIMIT, draw
 from unilinattn import Attribution, Trace, explain, trace
 from unilinattn.architectures.recorded import recorded
 from unilinattn.call import Call
-from unilinattn.call.axes import Axes, axes_of
+from unilinattn.call.axes import Axes, axes_of, channel_axis
 from unilinattn.host.inputs import bound_arguments
 from unilinattn.operator.operator import MixerOperator
 from unilinattn.testing import relative_error
@@ -315,3 +315,10 @@ def test_convolutions_of_pixels_in_a_second_tower_are_no_layers() -> None:
     traced = trace(randomize(Towers().double().eval()), inputs)
     blocks = ["layers.0", "layers.1", "image.blocks.0", "image.blocks.1"]
     assert [layer.name for layer in traced.layers] == [f"{block}.attention" for block in blocks]
+
+
+def test_of_two_numbers_of_channels_the_first_layer_that_reads_and_the_last_that_writes_decide() -> None:
+    module = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+    # The second axis has 4 channels, which the first layer reads and the last one writes.
+    assert channel_axis(module, (2, 4, 6)) == channel_axis(module, (2, 4, 6), writes=True) == 1
+    assert channel_axis(module, (2, 6, 4)) == channel_axis(module, (2, 6, 4), writes=True) == -1
