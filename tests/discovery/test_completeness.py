@@ -1,6 +1,7 @@
 """A trace lists every layer that mixes tokens, or is refused: at other lengths, in other layouts, in functions."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import unilinattn as ula
+from unilinattn.discovery import search
+from unilinattn.discovery.completeness import find_leak
 from unilinattn.errors import ExactnessWarning, UncoveredError, UnknownArchitectureError
 from unilinattn.models import S4D
 from unilinattn.testing import TOLERANCES, left_as_found, relative_error
@@ -150,6 +153,19 @@ def test_mixing_without_a_layer_is_refused_by_its_place(name: str) -> None:
     model = build().eval()
     with left_as_found(model), pytest.raises((UncoveredError, UnknownArchitectureError), match=place):
         ula.trace(model, inputs)
+
+
+def test_a_leak_of_the_same_layers_is_not_sought_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    sought: list[tuple[str, ...]] = []
+
+    def counted(model: nn.Module, arguments: object, layers: object, constants: dict[str, object], *rest: Any) -> Any:
+        sought.append(tuple(constants))
+        return find_leak(model, arguments, layers, constants, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(search, "find_leak", counted)
+    with pytest.raises(UncoveredError, match="between"):
+        ula.trace(Text(between=Of(lambda x: x + x.flip(0))).eval(), IDS)
+    assert [sorted(paths) for paths in sought] == [["first", "second"], ["between", "first", "second"]]
 
 
 TOKENWISE: dict[str, Callable[[], nn.Module]] = {

@@ -58,6 +58,12 @@ class Entry:
         """Return the changes of each pair of halves."""
         return list(zip(self.changes[::2], self.changes[1::2], strict=False))
 
+    def moved_by_both(self) -> list[int]:
+        """Return the numbers of the runs of those pairs of which both runs changed a number at all."""
+        numbers = range(0, 2 * len(self.pairs()), 2)
+        moving = [n for n in numbers if self.changes[n].any() and self.changes[n + 1].any()]
+        return [number for n in moving for number in (n, n + 1)]
+
     @property
     def mixed(self) -> bool:
         """Whether both halves of a stream move one number."""

@@ -98,8 +98,11 @@ def find_leak(
     entries = probe.run(perturbed)
     leak = probe.first_attention(entries) or _first_leak(entries, halves, regrouped, probe.holders)
     if leak is not None and leak.regrouped is not None:
-        pools = leak.before is None and not _has_tokens_of(halves, entries[leak.regrouped].shape, pairs)
-        if not pools and probe.run(perturbed, leak.regrouped)[leak.regrouped].mixed:
+        entry = entries[leak.regrouped]
+        pools = leak.before is None and not _has_tokens_of(halves, entry.shape, pairs)
+        # Halves that do not move these vectors need no second run.
+        moving = [perturbed[number] for number in entry.moved_by_both()]
+        if not pools and probe.run(moving, leak.regrouped)[leak.regrouped].mixed:
             leak = replace(leak, regrouped=None)
     if leak is not None or not any(is_signal(name, x, streams) for name, x in arguments.items()):
         return leak

@@ -241,7 +241,9 @@ class _Search:
             return (UnregisteredMixer(leak.module, self._model.get_submodule(leak.module), True, leak),)
         for length in self._lengths:
             self._search(length)
-        leak = None if any(self._mixers.values()) or not self._layers else self._leak()
+        if self._mixers:
+            # They return constants now, and what holds layers is refused in any case.
+            leak = None if any(self._mixers.values()) or not self._layers else self._leak()
         inside = tuple(f"{path}." for path, holds in self._mixers.items() if path and not holds)
         mixers = [
             UnregisteredMixer(path, self._model.get_submodule(path), holds)

@@ -56,8 +56,7 @@ def require_alone(
     model: nn.Module, arguments: Mapping[str, Any], sources: Sequence[Source], layers: Sequence[Layer], read: Read
 ) -> None:
     """Raise `UncoveredError` if another input reaches what `read` returns of the output beside the tokens' vectors."""
-    reaching = inputs_beside(model, arguments, sources, layers, read)
-    if reaching:
+    if reaching := list(inputs_beside(model, arguments, sources, layers, read)):
         verb = "reaches" if len(reaching) == 1 else "reach"
         raise UncoveredError(
             f"{' and '.join(reaching)} {verb} the output of {type(model).__name__} beside the vectors of its tokens, "
@@ -67,8 +66,8 @@ def require_alone(
 
 def inputs_beside(
     model: nn.Module, arguments: Mapping[str, Any], sources: Sequence[Source], layers: Sequence[Layer], read: Read
-) -> list[str]:
-    """Return the inputs that change what `read` returns of the output although the tokens' vectors are held."""
+) -> Iterator[str]:
+    """Yield the inputs that change what `read` returns of the output although the tokens' vectors are held."""
     shapes = {tuple(layers[-1].output.shape[:2]), *(source.stream.shape for source in sources)}
     # A model may put patches beside its text, whose ids have numbers of places too.
     shapes |= {tuple(value.shape) for name, value in arguments.items() if name.endswith("input_ids") and is_ids(value)}
@@ -78,23 +77,31 @@ def inputs_beside(
     main = ids_name(arguments)
     names = [name for name, value in others.items() if name == main or _is_content(name, value, shapes)]
     if not names:
-        return []
+        return
     hold = _hold(model, arguments, layers, sources)
     before = _run(model, dict(arguments), hold, read)
-
-    def after(name: str) -> list[Tensor] | None:
-        values = _run(model, changed_input(model, arguments, name), hold, read)
-        if values is None and (mixed := mixed_channels(arguments[name])) is not None:
+    rounding: int | None = None
+    for name in names:
+        after = _run(model, changed_input(model, arguments, name), hold, read)
+        if after is None and (mixed := mixed_channels(arguments[name])) is not None:
             # Some channels may be places, as in flattened patches: then their numbers are those of other tokens.
-            values = _run(model, {**arguments, name: mixed}, hold, read)
-        return values
+            after = _run(model, {**arguments, name: mixed}, hold, read)
+        # The effect of the tokens may be as small as any that is more than rounding.
+        if not _reaches(before, after, arguments[name]):
+            continue
+        if rounding is None:
+            repeated = _run(model, dict(arguments), hold, read)
+            # The host may repeat its numbers inexactly.
+            rounding = ROUNDING if _reaches(before, repeated, None) else 0
+        if not rounding or _reaches(before, after, arguments[name], rounding):
+            yield name
 
-    # The effect of the tokens may be as small as any that is more than rounding.
-    moved = {name: values for name in names if _reaches(before, values := after(name), arguments[name])}
-    if moved and _reaches(before, _run(model, dict(arguments), hold, read), None):
-        # The host repeats its numbers inexactly.
-        return [name for name, values in moved.items() if _reaches(before, values, arguments[name], ROUNDING)]
-    return list(moved)
+
+def are_alone(
+    model: nn.Module, arguments: Mapping[str, Any], sources: Sequence[Source], layers: Sequence[Layer], read: Read
+) -> bool:
+    """Tell whether no other input changes what `read` returns of the output while the tokens' vectors are held."""
+    return next(inputs_beside(model, arguments, sources, layers, read), None) is None
 
 
 def _is_content(name: str, value: Any, shapes: Collection[tuple[int, ...]]) -> bool:

@@ -17,7 +17,15 @@ from unilinattn.host.logits import KEEP
 from unilinattn.tracing.changed_inputs import changed_input
 from unilinattn.tracing.joined_streams import new_vectors
 from unilinattn.tracing.layer import Layer
-from unilinattn.tracing.reaching import Read, Source, explained_numbers, inputs_beside, is_structure, require_alone
+from unilinattn.tracing.reaching import (
+    Read,
+    Source,
+    are_alone,
+    explained_numbers,
+    inputs_beside,
+    is_structure,
+    require_alone,
+)
 from unilinattn.tracing.token_streams import TokenStream, stream_read, stream_written, token_streams, tower_of
 from unilinattn.tracing.tokens import TokenArgument, TokenCall, find_tokens, require_own_tokens
 
@@ -74,8 +82,8 @@ def find_sources(
         # Without ids the tokens of the first block become all others, as when patches are merged.
         with suppress(UncoveredError):
             source = _first_source(model, arguments, layers, batch)
-            require_alone(model, arguments, (source,), layers, read)
-            return (source,)
+            if are_alone(model, arguments, (source,), layers, read):
+                return (source,)
     lookups = Source(streams[0], None, ids)
     if len(streams) > 1 and (sources := _of_several(model, arguments, layers, lookups, batch, read)):
         return sources
@@ -84,13 +92,12 @@ def find_sources(
         # Patches beside a text, and tuned prompts, enter the first block with it.
         with suppress(UncoveredError):
             source = Source(streams[0], find_tokens(model, arguments, layers))
-            require_alone(model, arguments, (source,), layers, read)
-            return (source,)
-    if ids is not None and (source_of_ids := _read_beside(ids, arguments[ids], layers)) is not None:
-        # Latent vectors of the model, which are constants, read the tokens of the ids (Perceiver).
-        with suppress(UncoveredError):
-            require_alone(model, arguments, (source_of_ids,), layers, read)
-            return (source_of_ids,)
+            if are_alone(model, arguments, (source,), layers, read):
+                return (source,)
+    # Latent vectors of the model, which are constants, may read the tokens of the ids (Perceiver).
+    of_ids = None if ids is None else _read_beside(ids, arguments[ids], layers)
+    if of_ids is not None and are_alone(model, arguments, (of_ids,), layers, read):
+        return (of_ids,)
     require_own_tokens(model, arguments, None if ids is None else arguments[ids], layers)
     if ids is not None and (sources := _with_others(model, arguments, layers, lookups, read)):
         return sources
@@ -108,9 +115,9 @@ def _with_others(
 
     Such as the entities of a text, or the states of an encoder that ran before.
     """
-    reaching = inputs_beside(model, arguments, (source,), layers, read)
+    reaching = list(inputs_beside(model, arguments, (source,), layers, read))
     others = [other for name in reaching if (other := _read_beside(name, arguments[name], layers)) is not None]
-    if not reaching or (others and not inputs_beside(model, arguments, (source, *others), layers, read)):
+    if not reaching or (others and are_alone(model, arguments, (source, *others), layers, read)):
         return (source, *others)
     return ()
 
@@ -143,18 +150,19 @@ def _of_several(
     streams, first = token_streams(layers), lookups.stream
     is_first = lookups.ids is not None and tuple(arguments[lookups.ids].shape) == first.shape
     # Modules between blocks, such as a pool, may compute the other streams.
-    if is_first and not inputs_beside(model, arguments, (lookups,), layers, read):
+    if is_first and are_alone(model, arguments, (lookups,), layers, read):
         return (lookups,)
     # The last stream may read all others, as a text with patches in place of some of its tokens does.
     last = stream_written(layers[-1], layers, streams)
     # A projector of patches may write as many vectors, in another part of the model.
     tower = tuple(index for index in last.layers if tower_of(layers[index].name) == tower_of(layers[-1].name))
-    for stream, indices in ((last, last.layers), (last, tower), (first, first.layers)):
+    candidates = dict.fromkeys(((last, last.layers), (last, tower), (first, first.layers)))
+    for stream, indices in candidates:
         with suppress(UncoveredError):
             if stream.shape[0] == batch:
                 source = Source(stream, find_tokens(model, arguments, [layers[index] for index in indices]))
-                require_alone(model, arguments, (source,), layers, read)
-                return (source,)
+                if are_alone(model, arguments, (source,), layers, read):
+                    return (source,)
     return _several(model, arguments, layers, streams, batch, read)
 
 
@@ -192,12 +200,13 @@ def _several(
         origins = new_vectors(model, arguments, made)
         calls = [replace(source, origin=origin) for source, origin in zip(calls, origins, strict=True)]
     lookups = [_lookups_of(model, arguments, layers, call) for call in calls]
-    for sources in (lookups, calls):
-        if sources and not inputs_beside(model, arguments, sources, layers, read):
+    by_ids = any(source.ids is not None for source in lookups)
+    for sources in (lookups, calls) if by_ids else (calls,):
+        if sources and are_alone(model, arguments, sources, layers, read):
             # A stream that is computed from another one is no source, such as the tokens after a merging of patches.
             for source in reversed(sources):
                 fewer = [other for other in sources if other is not source]
-                if fewer and not inputs_beside(model, arguments, fewer, layers, read):
+                if fewer and are_alone(model, arguments, fewer, layers, read):
                     sources = fewer
             return tuple(sources)
     return ()
@@ -239,7 +248,7 @@ def find_vectors(
     stream = stream_written(layers[-1], layers, streams)
     lookups = Source(stream, None, ids)
     fits = ids is not None and tuple(arguments[ids].shape[:2]) == stream.shape
-    if fits and not inputs_beside(model, arguments, (lookups,), layers, read):
+    if fits and are_alone(model, arguments, (lookups,), layers, read):
         return (lookups,)
     with suppress(UncoveredError):
         return find_sources(model, arguments, layers, read)
