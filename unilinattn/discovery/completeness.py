@@ -2,9 +2,9 @@
 
 Every layer returns its recorded output. A random half of the tokens is perturbed where tokens originate (ids, the first
 vectors of each stream, the layers' outputs), then the other half. Each vector that a layer reads or the model returns
-may move with its own token only. Attention outside of the layers is recognised by its scores: along the axis of the
-keys, some move with one half and others with the other half. An output may pool tokens, as class logits do, unless it
-has those of a stream.
+may move with its own token only; a model may sort the first vectors of a stream before a layer reads them. Attention
+outside of the layers is recognised by its scores: along the axis of the keys, some move with one half and others with
+the other half. An output may pool tokens, as class logits do, unless it has those of a stream.
 
 Cost: three runs of the model without the computation of its layers, two more for each further stream, and five more for
 inputs that are no tokens, such as images: pieces of them are perturbed, to recognise attention before the first layer.
@@ -19,12 +19,13 @@ from math import prod
 from typing import Any
 
 import torch
+from jaxtyping import Int
 from torch import Tensor, nn
 
 from unilinattn.call.axes import as_tokens, channel_axis
 from unilinattn.call.nested import mapped, tensors
 from unilinattn.discovery.changes import ATTENTION, Entry, Shape, elements, lines, rows, sample
-from unilinattn.discovery.halves import half_of, windows_of
+from unilinattn.discovery.halves import half_of, order_of, windows_of
 from unilinattn.discovery.mixing import mixes_tokens
 from unilinattn.discovery.perturbation import TOLERANCE, Call, Constant, Constants, Run
 from unilinattn.discovery.perturbed_inputs import (
@@ -97,6 +98,11 @@ def find_leak(
     probe = _Probing(model, arguments, constants, shapes, begins)
     entries = probe.run(perturbed)
     leak = probe.first_attention(entries) or _first_leak(entries, halves, regrouped, probe.holders)
+    if leak is not None and probe.orders:
+        # Then the tokens of a stream may be those in which its first vectors are sorted.
+        perturbed = [half.sorted(probe.orders) for half in perturbed]
+        entries = probe.run(perturbed)
+        leak = probe.first_attention(entries) or _first_leak(entries, halves, regrouped, probe.holders)
     if leak is not None and leak.regrouped is not None:
         entry = entries[leak.regrouped]
         pools = leak.before is None and not _has_tokens_of(halves, entry.shape, pairs)
@@ -182,7 +188,7 @@ class _Probing:
         """
         reference = self._probe(whole=whole)
         reference.run(self._arguments)
-        self.holders = reference.holders
+        self.holders, self.orders = reference.holders, reference.orders
         for number, half in enumerate(halves):
             self._probe(half, reference, number, whole).run(half.inputs(self._arguments))
         return reference.entries
@@ -216,6 +222,8 @@ class _Probe(Run):
         block: that of the functions before the first block of a model without ids.
         turn: that up to the last one before the first layer that turned as many channels as tokens.
         holders: the path of the module that calls each layer.
+        orders: for each stream whose first vectors are sorted before a layer reads them, the place of each token then
+            among those before.
     """
 
     def __init__(
@@ -240,6 +248,8 @@ class _Probe(Run):
         self._images = {tokens_of(shape, axis) for shape, axis in shapes.items() if axis == 1}
         self._count, self._has_read, self._begins = 0, False, begins
         self.holders: dict[str, str] = {}
+        self.orders: dict[Shape, Int[Tensor, " token"]] = {}
+        self._read: set[Shape] = set()
         self.stem: int = 0 if reference is None else reference.stem
         self.block: int = 0 if reference is None else reference.block
         self.turn: int = 0 if reference is None else reference.turn
@@ -248,6 +258,8 @@ class _Probe(Run):
 
     def call_host(self, arguments: Mapping[str, Any]) -> None:
         """Call the model under a function mode, and compare its output."""
+        # The order of an input's tokens is that of the input.
+        self._read |= {(t.shape[0], t.shape[1]) for t in tensors(arguments) if t.ndim > 1}
         with Functions(self.called):
             output = call_host(self.model, arguments)
         logits = logits_in(output)  # Also of an object of another kind.
@@ -280,7 +292,9 @@ class _Probe(Run):
             return shapes.get(tuple(t.shape)) or (channel_axis(module, t.shape) if t.ndim > 3 else None) or -1
 
         axes = ((t, axis_of(t)) for t in tensors(inputs) if t.ndim in AXES)
-        vectors = [as_tokens(t, axis=axis) for t, axis in axes if tokens_of(t.shape, axis) in self._streams]
+        streams = [(t, axis) for t, axis in axes if tokens_of(t.shape, axis) in self._streams]
+        self._read |= {tokens_of(t.shape, axis) for t, axis in streams}
+        vectors = [as_tokens(t, axis=axis) for t, axis in streams]
         for index, t in enumerate(t for t in vectors if t.is_floating_point() and t.shape[-1] > 1):
             key: Key = ("layer", path, number, index)
             self._compare(key, elements if key == self._whole else rows, t)
@@ -328,11 +342,16 @@ class _Probe(Run):
             return result
         # A function without operands makes constants, and one in place changes an operand too.
         makes = not any(True for _ in tensors(args)) or name.endswith("_like") or name.startswith("new_")
-        if tuple(result.shape) not in self._shapes or makes or name.endswith("_"):
+        if tuple(result.shape) not in self._shapes or makes:
             return result
         axis = self._shapes[tuple(result.shape)]
         # Channels before tokens have the shape of a stream only with its width.
         shape = tokens_of(result.shape, axis)
+        if self._is_reference and shape in self.first and shape not in self._read:
+            order = order_of(*(as_tokens(x, axis=axis) for x in (self.first[shape], result)))
+            self.orders |= {} if order is None else {shape: order}
+        if name.endswith("_"):
+            return result
         is_early = self._count <= self.block or (axis == 1 and self._count < self.stem)
         if shape in self._begun or is_early or (_is_square(result) and self._count < self.turn):
             return result
@@ -341,7 +360,9 @@ class _Probe(Run):
             self.first[shape] = result.detach().clone()
             return result
         first = self.first.get(shape)
-        return self._perturbed(result, axis) if first is not None and torch.equal(first, result) else result
+        if first is None or not torch.equal(first, result) or not isinstance(self._change, TokenHalf | SignalPieces):
+            return result
+        return self._change.at_origin(result, axis)
 
     def _compare_all(self, kind: str, call: Call, value: Any) -> None:
         for index, t in enumerate(t for t in tensors(value) if t.is_floating_point() and t.ndim > 1 and t.numel()):

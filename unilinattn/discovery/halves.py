@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 COPIES = 4
@@ -42,3 +42,24 @@ def windows_of(
         if x is not None and x.ndim == 3 and batch and x.shape[0] > batch:
             vectors.setdefault((x.shape[0], x.shape[1]), x)
     return vectors
+
+
+def order_of(
+    first: Float[Tensor, "batch token channel"], after: Float[Tensor, "batch token channel"]
+) -> Int[Tensor, " row"] | None:
+    """Return the row of `first` that each row of `after` has, of all sequences; None unless another order is all.
+
+    Equal rows keep their order. The rows a b c sorted as b c a give 1 2 0.
+    """
+    if first.shape != after.shape or torch.equal(first, after):
+        return None
+    if not torch.equal(*(x[..., 0].flatten().sort().values for x in (first, after))):
+        return None
+    rows = torch.cat([first.flatten(0, 1), after.flatten(0, 1)]).cpu()
+    groups = torch.unique(rows, dim=0, return_inverse=True)[1].unflatten(0, (2, -1))
+    groups, places = groups.sort(stable=True)
+    if not torch.equal(*groups):
+        return None
+    order = torch.empty_like(places[0])
+    order[places[1]] = places[0]
+    return order

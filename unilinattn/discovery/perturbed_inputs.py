@@ -5,7 +5,7 @@ from math import prod
 from typing import Any
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
 from unilinattn.call.axes import as_tokens, in_shape
@@ -27,10 +27,21 @@ class TokenHalf:
         model: the model.
         shape: (batch, tokens) of the stream, or of ids that are no stream of the layers.
         half: the perturbed tokens.
+        order: the place of each token among the first vectors of the stream, None for the same one.
     """
 
-    def __init__(self, model: nn.Module, shape: Shape, half: Bool[Tensor, "batch token"]) -> None:
-        self._model, self._shape, self._half = model, shape, half
+    def __init__(
+        self,
+        model: nn.Module,
+        shape: Shape,
+        half: Bool[Tensor, "batch token"],
+        order: Int[Tensor, " row"] | None = None,
+    ) -> None:
+        self._model, self._shape, self._half, self._order = model, shape, half, order
+
+    def sorted(self, orders: Mapping[Shape, Int[Tensor, " row"]]) -> "TokenHalf":
+        """Return the perturbation of the same tokens, with the orders of the first vectors of some streams."""
+        return TokenHalf(self._model, self._shape, self._half, orders.get(self._shape))
 
     def inputs(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Exchange the ids or vectors of tokens, so that values stay valid: coordinates may be among them."""
@@ -38,9 +49,19 @@ class TokenHalf:
 
     def noisy(self, t: Tensor, axis: int) -> Tensor:
         """Add noise to the tokens of the stream in vectors whose channels are at `axis`."""
+        return self._noisy(t, axis, self._half)
+
+    def at_origin(self, t: Tensor, axis: int) -> Tensor:
+        """Add noise to the tokens of the stream in its first vectors, before they are sorted."""
+        half = self._half
+        if self._order is not None:
+            half = torch.empty_like(half).flatten().index_copy(0, self._order, half.flatten()).view_as(half)
+        return self._noisy(t, axis, half)
+
+    def _noisy(self, t: Tensor, axis: int, half: Bool[Tensor, "batch token"]) -> Tensor:
         if t.ndim not in AXES or tokens_of(t.shape, axis) != self._shape:
             return t
-        return in_shape(noisy(as_tokens(t, axis=axis), self._half), t.shape, axis)
+        return in_shape(noisy(as_tokens(t, axis=axis), half), t.shape, axis)
 
     def _exchanged(self, name: str, value: Any, arguments: Mapping[str, Any]) -> Any:
         if not isinstance(value, Tensor) or value.ndim < 2 or tuple(value.shape[:2]) != self._shape:
@@ -69,6 +90,8 @@ class SignalPieces:
     def noisy(self, t: Tensor, axis: int) -> Tensor:
         """Return the vectors: only the inputs are perturbed."""
         return t
+
+    at_origin = noisy
 
     def _reversed(self, x: Tensor) -> Tensor:
         axis = max(range(1 if x.ndim > 2 else 0, x.ndim), key=lambda axis: x.shape[axis])
