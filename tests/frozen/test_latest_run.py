@@ -46,7 +46,8 @@ def test_methods_in_turn_have_the_same_scores_from_fewer_runs(host: str, made: l
     assert len(made) == 6
     with latest_run(trace):
         shared = [ula.explain(trace, method=method, target=-2, progress=False) for method in METHODS]
-    assert made[6:] == [FrozenRun, FrozenRun, LiveRun]
+    # `transformer_attribution` needs edges that the run of `lrp` lacks.
+    assert made[6:] == [FrozenRun, FrozenRun, FrozenRun, LiveRun]
     for one, other in zip(alone, shared, strict=True):
         assert torch.equal(one.scores, other.scores)
         assert all(torch.equal(values, other.extras[name]) for name, values in one.extras.items())
@@ -94,4 +95,4 @@ def test_methods_of_an_evaluation_share_runs(made: list[type]) -> None:
     runs = len(made)
     each = [row for method in METHODS for row in ula.evaluate(model, samples, [method], ["ap"], **options)]
     assert sorted(map(str, together)) == sorted(map(str, each))
-    assert runs <= (len(made) - runs) // 2
+    assert (runs, len(made) - runs) == (4, 6)

@@ -23,7 +23,7 @@ from tests.shared import exact_trace
 from unilinattn.errors import UncoveredError
 from unilinattn.frozen import passes
 from unilinattn.frozen.layers import frozen_output
-from unilinattn.frozen.passes import FREEZE, HALF, Rule
+from unilinattn.frozen.passes import FREEZE, HALF, HALF_WITH_EDGES, Rule
 from unilinattn.frozen.run import frozen
 from unilinattn.frozen.shares import Shares
 from unilinattn.mixers import DiagonalDecay
@@ -146,7 +146,7 @@ def test_relevances_equal_those_of_detached_models(name: str) -> None:
 
 
 def test_a_frozen_gate_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    def gate_frozen(layer: Any, arguments: Any, gamma: float) -> tuple[Tensor, list[Tensor]]:
+    def gate_frozen(layer: Any, arguments: Any, gamma: float, edges: bool) -> tuple[Tensor, list[Tensor]]:
         with torch._C.DisableTorchFunction():
             return frozen_output(layer, arguments), []
 
@@ -168,8 +168,16 @@ def test_a_frozen_half_of_a_glu_is_detected(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("name", ["basic/gpt2", "reference/h3, three heads", "reference/multi-head hyena", "basic/s4d"])
 def test_models_without_a_gate_to_share_with_have_the_shares_of_the_freeze_rule(name: str) -> None:
     # GPT-2 writes GELU out in code, H3 gates inside of its core, and S4D gates by a sigmoid.
-    relevance, shares = _relevance(HOSTS[name]), _relevance(HOSTS[name], FREEZE)
-    assert torch.allclose(relevance.tokens, shares.tokens, rtol=1e-10, atol=1e-13)
+    shares = _relevance(HOSTS[name], FREEZE)
+    for rule in (HALF, HALF_WITH_EDGES):
+        assert torch.allclose(_relevance(HOSTS[name], rule).tokens, shares.tokens, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", ["basic/llama, one value head, biases", "basic/bert", "basic/mamba2"])
+def test_edges_after_the_cores_leave_the_relevance(name: str) -> None:
+    with_edges, without = (_relevance(HOSTS[name], rule) for rule in (HALF_WITH_EDGES, HALF))
+    for part in ("tokens", "embedding", "bias"):
+        assert torch.allclose(getattr(with_edges, part), getattr(without, part), rtol=1e-10, atol=1e-13)
 
 
 def test_float32_relevance_is_conserved() -> None:

@@ -200,7 +200,9 @@ def _require_recorded(layer: Layer, name: str, value: Tensor, recorded: Tensor) 
         )
 
 
-def live_output(layer: Layer, arguments: Mapping[str, Any], gamma: float) -> tuple[Tensor, list[GradientEdge]]:
+def live_output(
+    layer: Layer, arguments: Mapping[str, Any], gamma: float, *, edges: bool
+) -> tuple[Tensor, list[GradientEdge]]:
     """Return the recorded output of a layer with the derivative of its live flow, and the edges after its cores.
 
     Runs inside `Freezing(half=True)`, which multiplies by the gates: a value and its gate each get half of the
@@ -208,12 +210,14 @@ def live_output(layer: Layer, arguments: Mapping[str, Any], gamma: float) -> tup
     are constants: the matrices of token mixers, the slopes of activations and the scales of norms. Gates that an
     adapter reads from a capture of the host's run are constants too, and so are those of a recorded module that is one
     stage or has a function without a rule. A layer that reads several tensors is its frozen operator, without edges
-    after its cores. Matrices and short convolutions follow the gamma rule (see `rules.gamma`); 0 is none.
+    after its cores, and so is one without gates unless `edges` asks for these: both are one function. Matrices and
+    short convolutions follow the gamma rule (see `rules.gamma`); 0 is none.
     """
     with torch._C.DisableTorchFunction():
         values = _port_values(layer, arguments)
         ((port, x), *others) = values.items()
-        if others or not x.requires_grad:
+        is_frozen = not gamma and not edges and not _has_gates(layer)
+        if others or not x.requires_grad or is_frozen:
             return frozen_output(layer, arguments), []
     with evaluated_by(partial(_evaluate, gamma=gamma)):
         shape = layer.input.shape if port == "x" else layer.operator.inputs[port].shape
@@ -223,6 +227,13 @@ def live_output(layer: Layer, arguments: Mapping[str, Any], gamma: float) -> tup
         # The value is the recorded one, so that later factors are those of the trace.
         rounding = (layer.output - computed).detach()
         return layer.as_returned(computed + rounding).to(x.dtype), mixed
+
+
+def _has_gates(layer: Layer) -> bool:
+    """Tell whether a layer's operator has gates; one that is built in pieces may have some."""
+    if layer.prefix_error is not None:
+        return True
+    return any(stage.role == "gate" for chain in layer.operator.chains.values() for stage in walk(chain))
 
 
 def _flow(layer: Layer, port: str, x: Tensor) -> Flow:

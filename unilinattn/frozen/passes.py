@@ -36,13 +36,15 @@ class Rule(NamedTuple):
         half: whether two factors of different rank share it (see `Freezing`); by default the activated one is frozen.
         gamma: by how much products that have the sign of their sum count more, in the linear layers and convolutions of
             blocks (see `rules.gamma`).
+        edges: whether a half rule keeps the edges of the graph after the cores of layers without gates too.
     """
 
     half: bool = False
     gamma: float = 0.0
+    edges: bool = False
 
 
-FREEZE, HALF = Rule(), Rule(half=True)
+FREEZE, HALF, HALF_WITH_EDGES = Rule(), Rule(half=True), Rule(half=True, edges=True)
 
 
 class FrozenPass(TokenPass):
@@ -193,7 +195,7 @@ class FrozenPass(TokenPass):
         """Return a layer's result in the trace, with its output in the graph."""
         mixed: list[GradientEdge] = []
         if self._rule.half:
-            output, mixed = live_output(layer, arguments, self._rule.gamma)
+            output, mixed = live_output(layer, arguments, self._rule.gamma, edges=self._rule.edges)
         with torch._C.DisableTorchFunction():
             if not self._rule.half:
                 output = frozen_output(layer, arguments)

@@ -14,7 +14,7 @@ from torch.autograd.function import BackwardCFunction
 
 from unilinattn.errors import ExactnessError, StreamError, UncoveredError, UnilinattnError
 from unilinattn.frozen.live import LiveRun
-from unilinattn.frozen.passes import FREEZE, HALF, Rule
+from unilinattn.frozen.passes import FREEZE, HALF, HALF_WITH_EDGES, Rule
 from unilinattn.frozen.run import frozen
 from unilinattn.host.isolation import in_gradient_mode
 from unilinattn.host.logits import Logit
@@ -102,7 +102,7 @@ def _frozen(rule: Rule, needs: "Needs") -> None:
 def _core_relevances(needs: "Needs") -> bool:
     """Tell whether the relevance at each core of the layers of the target's stream is known."""
     trace, selected = needs.trace, needs.selected()
-    run = frozen(trace, needs.targets, rule=HALF)
+    run = frozen(trace, needs.targets, rule=HALF_WITH_EDGES)
     # Layers of a tower whose vectors take the places of tokens are constant, and no row reaches them.
     pairs = zip(trace.layers, run.mixed, strict=True)
     edges = {layer.name: mixed for layer, mixed in pairs if streams_of(trace, layer)[0] == trace.target_stream}

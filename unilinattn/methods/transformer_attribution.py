@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from unilinattn.frozen.passes import HALF
+from unilinattn.frozen.passes import HALF_WITH_EDGES
 from unilinattn.frozen.run import FrozenRun, frozen
 from unilinattn.options import TransformerAttribution
 from unilinattn.options.bases import GradientMapOptions
@@ -35,7 +35,7 @@ def transformer_attribution(
     scoring, gaps = _composition(trace, options, target), []
 
     def factors(targets: Sequence[Target]) -> Iterator[Factors]:
-        run = frozen(trace, None if callable(options.scalar) else targets, rule=HALF)
+        run = frozen(trace, None if callable(options.scalar) else targets, rule=HALF_WITH_EDGES)
         for position, gradients in zip(targets, core_gradients(scoring, targets), strict=True):
             relevance = run.complete_shares(position, options.scalar)
             gaps.append(relative_gap(relevance.gap, relevance.value))
@@ -52,7 +52,7 @@ def _composition(
     scoring = composition_from(trace, options, target)
     if not scoring.joint.entries:
         return scoring
-    run = frozen(trace, None if callable(options.scalar) else [-1 if target is None else target], rule=HALF)
+    run = frozen(trace, None if callable(options.scalar) else [-1 if target is None else target], rule=HALF_WITH_EDGES)
     constant = {layer.name for layer, mixed in zip(trace.layers, run.mixed, strict=True) if not mixed}
     layers = [
         layer
