@@ -44,9 +44,7 @@ def windows_of(
     return vectors
 
 
-def order_of(
-    first: Float[Tensor, "batch token channel"], after: Float[Tensor, "batch token channel"]
-) -> Int[Tensor, " row"] | None:
+def order_of(first: Float[Tensor, "batch token channel"], after: Float[Tensor, "*axes"]) -> Int[Tensor, " row"] | None:
     """Return the row of `first` that each row of `after` has, of all sequences; None unless another order is all.
 
     Equal rows keep their order. The rows a b c sorted as b c a give 1 2 0.

@@ -1,5 +1,6 @@
 """Rules of functions that move elements, and of those that act on each element."""
 
+from collections.abc import Iterable
 from functools import reduce
 from typing import Any
 
@@ -9,11 +10,11 @@ from torch.nn import functional
 from unilinattn.errors import UncoveredError
 from unilinattn.recording.compilation import Compilation, is_carried, rule
 from unilinattn.recording.convolutions import windows
-from unilinattn.recording.graph import Node
+from unilinattn.recording.graph import Node, rank_of_product
 from unilinattn.recording.layout import Carried
 from unilinattn.recording.regrouping import summed
 from unilinattn.recording.values import depends_on_mixed, factor_values
-from unilinattn.rules.functions import HOMOGENEOUS, MOVING, SAME, SLOPES
+from unilinattn.rules.functions import GATE, GATED_CONSTANT, HOMOGENEOUS, MOVING, SAME, SLOPES
 from unilinattn.rules.slopes import frozen_slope
 
 
@@ -115,7 +116,8 @@ def multiply(run: Compilation, node: Node, x: Any, other: Any) -> Carried:
 @rule("addcmul")
 def add_product(run: Compilation, node: Node, x: Any, one: Any, two: Any, *, value: int | float = 1) -> Carried:
     """Add a product to a carried tensor or a constant."""
-    if not is_carried(one) and not is_carried(two):
+    is_constant = not is_carried(one) and not is_carried(two)
+    if is_constant or (_is_value(x) and rank_of_product([one, two]) == GATED_CONSTANT):
         return _sum(run, node, (x, 1), (run.number(one) * run.number(two), value))
     total = multiply(run, node, one, two)
     total = total if value == 1 else run.scaled(total, float(value), "skip")
@@ -150,7 +152,9 @@ def where(run: Compilation, node: Node, mask: Any, x: Any, other: Any) -> Carrie
     terms: list[Carried] = []
     constants: list[Any] = []
     for value, selected in ((x, mask), (other, ~mask)):
-        if is_carried(value):
+        if _is_gated_constant(value, (x, other)):
+            constants.append(selected * run.number(value))
+        elif is_carried(value):
             term = run.value(value)
             terms.append(run.scaled(term.moved(term.index.expand(node.value.shape)), selected, "gate"))
         else:
@@ -172,10 +176,25 @@ def _sum(run: Compilation, node: Node, *terms: tuple[Any, int | float]) -> Carri
     carried: list[Carried] = []
     constants: list[Any] = []
     for value, factor in terms:
-        if is_carried(value):
+        if _is_gated_constant(value, [value for value, _ in terms]):
+            constants.append(run.number(value) * factor)
+        elif is_carried(value):
             term = run.value(value) if factor == 1 else run.scaled(run.value(value), float(factor), "skip")
             carried.append(term.moved(term.index.expand(node.value.shape)))
         else:
             constants.append(value if isinstance(value, Node) else value * factor)
     total = carried[0] if len(carried) == 1 else summed(*carried)
     return run.shifted(total, constants[0]) if constants else total
+
+
+def _is_value(x: Any) -> bool:
+    """Tell whether an argument is carried, and no gate."""
+    return is_carried(x) and x.rank < GATE
+
+
+def _is_gated_constant(x: Any, terms: Iterable[Any]) -> bool:
+    """Tell whether a term is a gate times a constant beside values, as a decay times a learned first state is.
+
+    It is the constant that the frozen gate leaves. Alone, the activation is the only path of its tokens.
+    """
+    return is_carried(x) and x.rank == GATED_CONSTANT and any(map(_is_value, terms))

@@ -21,11 +21,11 @@ from unilinattn.call.nested import mapped, tensors
 from unilinattn.call.parameters import constant_parameters
 from unilinattn.errors import UncoveredError
 from unilinattn.operator.stages import WHOLE, Chain, Stage
-from unilinattn.recording.graph import is_zero
+from unilinattn.recording.graph import GATED, is_zero
 from unilinattn.recording.values import Operand, Token, factor_values, summed_axes, values
 from unilinattn.rules.forms import FORMS, carried
 from unilinattn.rules.freezing import Freezing
-from unilinattn.rules.functions import AFFINE, PRODUCTS
+from unilinattn.rules.functions import AFFINE, GATE, GATED_CONSTANT, PRODUCTS, rank_of_sum
 
 REPEATED = 3
 """Number of equal choices of the value at one call in a loop after which only every power of two of them is made."""
@@ -164,16 +164,24 @@ class _LayerFreezing(Freezing):
         return result
 
     def _apply(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        args = self._without_gated_constants(args) if name in ("add", "sub", "subtract", "rsub", "where") else args
         operands = list(tensors((args, kwargs)))
-        rank = max((self.rank(tensor) for tensor in operands), default=0)
+        rank = rank_of_sum(self.rank(tensor) for tensor in operands if tensor.requires_grad)
         result = super()._apply(name, func, args, kwargs)
         if name in PRODUCTS:
             constant = [tensor for tensor in operands if not tensor.requires_grad]
             # A sum over tokens with weights that depend on them activates none of its values.
             is_sum = name == "scaled_dot_product_attention"
             is_sum = is_sum or any(tensor in self._factors or is_zero(tensor) for tensor in constant)
-            rank = 0 if is_sum else rank if len(operands) == len(constant) + 1 else min(rank, 1)
+            rank = 0 if is_sum else rank if len(operands) == len(constant) + 1 else min(rank, GATED)
         return self._ranked(result, rank) if name in PRODUCTS or name in AFFINE or name in FORMS else result
+
+    def _without_gated_constants(self, terms: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the terms of a sum; beside values a gate times a constant is the constant that it leaves."""
+        ranks = {n: self.rank(x) for n, x in enumerate(terms) if isinstance(x, Tensor) and x.requires_grad}
+        if min(ranks.values(), default=0) >= GATE:
+            return terms
+        return tuple(x.detach() if ranks.get(n) == GATED_CONSTANT else x for n, x in enumerate(terms))
 
     def _bilinear(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         operands = list(tensors((args, kwargs)))
@@ -190,8 +198,11 @@ class _LayerFreezing(Freezing):
     def _product(self, name: str, func: Callable[..., Tensor], x: Any, other: Any) -> Tensor:
         if not (carried(x) and carried(other)):
             result = super()._product(name, func, x, other)
-            if any(isinstance(factor, Tensor) and is_zero(factor) for factor in (x, other)):
+            constants = [factor for factor in (x, other) if isinstance(factor, Tensor) and not carried(factor)]
+            if any(map(is_zero, constants)):
                 self._ranks.pop(result, None)
+            elif self.rank(result) >= GATE and any(factor.ndim for factor in constants):
+                self._ranked(result, GATED_CONSTANT)
             return result
         if x is other:
             return super()._product(name, func, x, other)
@@ -199,7 +210,9 @@ class _LayerFreezing(Freezing):
         if len(numbers) > 1:
             return super()._product(name, func, x, other)
         live, frozen = (other, x) if numbers[0] else (x, other)
-        rank = self.rank(live) if live.numel() > frozen.numel() else min(max(self.rank(x), self.rank(other)), 1)
+        ranks = self.rank(x), self.rank(other)
+        rank = GATE if min(ranks) >= GATE else min(max(ranks), GATED)
+        rank = self.rank(live) if live.numel() > frozen.numel() else rank
         return self._ranked(super()._product(name, func, live, frozen.detach()), rank)
 
     def _values(self, choose: Callable[[Sequence[Operand]], list[int]], operands: Sequence[Operand]) -> list[int]:

@@ -4,7 +4,7 @@ Nothing is computed beside the module's own values. What a function does to the 
 back, so that scores and gates, which are only frozen factors, cost no more than their values.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,6 +22,8 @@ from unilinattn.rules.functions import (
     COMPOSITE,
     CONSTANT,
     FACTORS,
+    GATE,
+    GATED_CONSTANT,
     HOMOGENEOUS,
     LIKE,
     LIMITS,
@@ -31,6 +33,7 @@ from unilinattn.rules.functions import (
     WRITING,
     name_of,
     opened,
+    rank_of_sum,
 )
 from unilinattn.rules.mixing_functions import MixingFunction
 from unilinattn.rules.refusals import is_stopped_by_host
@@ -44,6 +47,17 @@ GRADIENTS = (torch.autograd.grad, Tensor.backward)
 LEVELS = ("sigmoid", "hardsigmoid", "log_sigmoid", "logsigmoid")
 """Activations with f(0) != 0."""
 
+GATED = 0.5
+"""The rank of a product of a value and a gate: between a linear value and an activation."""
+
+TERMS: Mapping[str, Callable[..., Any]] = {
+    "mul": lambda x, other: [(x, other)],
+    "multiply": lambda x, other: [(x, other)],
+    "addcmul": lambda x, first, other: [(x,), (first, other)],
+    "lerp": lambda x, end, weight=None: [(x, weight), (end, weight)],
+}
+"""The factors of each term of a function's result."""
+
 
 @dataclass(eq=False)
 class Node:
@@ -55,7 +69,8 @@ class Node:
         args, kwargs: its arguments, with nodes in place of the tensors that have one.
         value: the tensor.
         kind: "factor" if the function's result is frozen.
-        rank: 0 for a tensor that is linear in the inputs, 1 after an activation, 2 after one with f(0) != 0.
+        rank: 0 for a tensor that is linear in the inputs, `GATED` for a gated one, 1 after an activation, `GATE` after
+            one with f(0) != 0, `GATED_CONSTANT` for a constant times such a gate.
         item: the number of the tensor in the function's result, None if it is the result.
         port: name of the input.
         refusal: the reason for which a call of a mixing function has no stages, None if it has.
@@ -67,7 +82,7 @@ class Node:
     kwargs: dict[str, Any]
     value: Tensor
     kind: Kind
-    rank: int = 0
+    rank: int | float = 0
     item: int | None = None
     port: str = ""
     refusal: str | None = None
@@ -108,6 +123,9 @@ class Recording(TorchFunctionMode):
         return self._nodes.get(id(value)) if isinstance(value, Tensor) else None
 
     def _enter(self, node: Node) -> None:
+        if not (node.value.is_floating_point() or node.value.is_complex()):
+            # A comparison or an index is a step of the inputs.
+            node.kind = "factor"
         self._nodes[id(node.value)] = node
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -275,28 +293,60 @@ def _adds_zero(args: tuple[Any, ...]) -> bool:
     return all(isinstance(x, Node) or (isinstance(x, Tensor) and is_zero(x)) for x in args)
 
 
-def _rank(name: str, nodes: list[Node], args: tuple[Any, ...]) -> int:
+def _rank(name: str, nodes: list[Node], args: tuple[Any, ...]) -> int | float:
     """Return the rank of a function's result (see `Node.rank`)."""
     ranks = [node.rank for node in nodes if node.kind == "carried"]
-    rank = max(ranks, default=0)
+    rank = rank_of_sum(ranks)
     if name in HOMOGENEOUS:
         return max(rank, 1)
     if name in SLOPES:
-        return 2 if name in LEVELS else max(rank, int(name not in LIMITS))
-    if name in ("add", "sub", "rsub") and rank and len(ranks) == 1 and len(nodes) == 1 and not _adds_zero(args):
+        return GATE if name in LEVELS else max(rank, int(name not in LIMITS))
+    if name in ("add", "sub", "rsub") and len(nodes) == 1 and _is_activation(nodes[0]) and not _adds_zero(args):
         # An activation plus a constant, such as 1 + tanh, is one with f(0) != 0.
-        return 2
-    is_elementwise = name in ("mul", "multiply")
-    if not is_elementwise and name not in PRODUCTS:
+        return GATE
+    if name in TERMS:
+        terms = [[x for x in factors if x is not None] for factors in TERMS[name](*args)]
+        return rank_of_sum(map(rank_of_product, filter(_carries, terms)))
+    if name not in PRODUCTS:
         return rank
-    if name == "scaled_dot_product_attention" or (not is_elementwise and len(ranks) < len(nodes)):
+    if name == "scaled_dot_product_attention" or len(ranks) < len(nodes):
         # A sum over tokens with weights that depend on them activates none of its values.
         return 0
     if len(nodes) == 1:
         # A first state of zeros stays zero.
         return 0 if any(isinstance(x, Tensor) and is_zero(x) for x in _entries(args)) else rank
-    if is_elementwise and len(ranks) == 2 and nodes[0].value.numel() != nodes[1].value.numel():
+    return min(rank, GATED)
+
+
+def _carries(factors: list[Any]) -> bool:
+    return any(isinstance(x, Node) and x.kind == "carried" for x in factors)
+
+
+def rank_of_product(factors: list[Any]) -> int | float:
+    """Return the rank of a product of one or two factors, 0 if none is carried."""
+    carried = [x for x in factors if isinstance(x, Node) and x.kind == "carried"]
+    ranks = [node.rank for node in carried]
+    if not carried:
+        return 0
+    if len(carried) == 1:
+        constants = [x for x in factors if isinstance(x, Tensor)]
+        if any(map(is_zero, constants)):
+            # A first state of zeros stays zero.
+            return 0
+        return GATED_CONSTANT if ranks[0] >= GATE and any(x.ndim for x in constants) else ranks[0]
+    sizes = [node.value.numel() for node in carried]
+    if sizes[0] != sizes[1]:
         # A factor for many channels, such as a rate of writing, is no activation of each.
-        return max(nodes, key=lambda node: node.value.numel()).rank
-    # A product with a frozen factor, such as x sigmoid(x), is zero at zero again.
-    return min(rank, 1)
+        return ranks[sizes[0] < sizes[1]]
+    # A product with a gate, such as x sigmoid(x), is zero at zero again.
+    return GATE if min(ranks) >= GATE else min(max(ranks), GATED)
+
+
+def _is_activation(node: Node) -> bool:
+    """Tell whether a tensor is an activation of one value, perhaps times a constant, and no product of values."""
+    while node.name not in SLOPES | HOMOGENEOUS:
+        nodes = list(_nodes_in((node.args, node.kwargs)))
+        if len(nodes) != 1 or node.kind != "carried":
+            return False
+        (node,) = nodes
+    return node.name not in LIMITS

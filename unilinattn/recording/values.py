@@ -9,6 +9,7 @@ import torch
 from unilinattn.call.functions import meaning_of
 from unilinattn.recording.contraction import Letters, equation_letters, matmul_letters
 from unilinattn.recording.graph import Node
+from unilinattn.rules.functions import GATE
 from unilinattn.rules.mixing_functions import MixingFunction
 
 PRODUCTS = ("matmul", "rmatmul", "bmm", "baddbmm", "einsum", "scaled_dot_product_attention")
@@ -26,13 +27,13 @@ class Operand:
     """An operand that carries tokens.
 
     Attributes:
-        rank: 0 for a tensor that is linear in the tokens, 1 after an activation, 2 after one with f(0) != 0.
+        rank: that of its `Node`.
         shape: its shape.
         summed: the axes over which the product sums.
         tokens: returns the tokens that an element, numbered in the flattened operand, comes from.
     """
 
-    rank: int
+    rank: int | float
     shape: torch.Size
     summed: tuple[int, ...]
     tokens: Callable[[int], frozenset[Token]]
@@ -65,7 +66,7 @@ def values(operands: Sequence[Operand]) -> list[int]:
     output of a scan, it is the one that comes from most tokens, then the least activated one. Of a sum over channels,
     as that of queries with a state, activations say nothing.
     """
-    numbers = [n for n, operand in enumerate(operands) if operand.rank < 2] or list(range(len(operands)))
+    numbers = [n for n, operand in enumerate(operands) if operand.rank < GATE] or list(range(len(operands)))
     if len(numbers) > 1 and not any(operands[n].is_summed_over_tokens for n in numbers):
         reach = {n: operands[n].reach for n in numbers}
         numbers = [n for n in numbers if reach[n] == max(reach.values())]

@@ -152,7 +152,7 @@ class Freezing(TorchFunctionMode):
         return source
 
     def _apply(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        rank = max((self.rank(tensor) for tensor in tensors((args, kwargs))), default=0)
+        rank = kinds.rank_of_sum(self.rank(tensor) for tensor in tensors((args, kwargs)) if tensor.requires_grad)
         if name in _RULES:
             return _RULES[name](self, *args, **kwargs)
         if name in FORMS:
@@ -198,11 +198,11 @@ class Freezing(TorchFunctionMode):
         """Tell whether a tensor is the residual stream, to which layers were only added."""
         return isinstance(tensor, Tensor) and tensor in self._stream
 
-    def rank(self, tensor: Tensor) -> int:
+    def rank(self, tensor: Tensor) -> int | float:
         """Return 0 for a tensor that is linear in the tokens, 1 after an activation, 2 after one with f(0) != 0."""
         return self._ranks.get(tensor, 0) if tensor.requires_grad else 0
 
-    def _ranked(self, result: Any, rank: int) -> Any:
+    def _ranked(self, result: Any, rank: int | float) -> Any:
         if rank:
             for tensor in tensors(result):
                 self._ranks[tensor] = rank
@@ -244,11 +244,12 @@ class Freezing(TorchFunctionMode):
             return torch.sub(*mapped((x, other), torch.detach))
         like, both = x if carried(x) else other, carried(x) and carried(other)
         x, other = self._source(x, like), self._source(other, like)
-        rank = max(self.rank(x), self.rank(other))
+        ranks = [self.rank(tensor) for tensor in (x, other) if carried(tensor)]
+        rank = kinds.rank_of_sum(ranks)
         constant = other if like is x else x
-        if rank and not both and bool(constant.detach().any() if isinstance(constant, Tensor) else constant):
+        if rank >= 1 and not both and bool(constant.detach().any() if isinstance(constant, Tensor) else constant):
             # An activation plus a constant, such as 1 + tanh, is one with f(0) != 0.
-            rank = 2
+            rank = kinds.GATE
         result = self._ranked(torch.add(x, other, alpha=alpha), rank)
         if both and x.shape == other.shape and x.ndim == 3:
             self.last_sum = result

@@ -1,6 +1,6 @@
 """Functions of torch by name, sorted by what they do to tensors that carry tokens."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FunctionType
 from typing import Any
 
@@ -111,6 +111,9 @@ SLOPES = LIMITS | _names("""
 HOMOGENEOUS = _names("relu abs leaky_relu rrelu prelu")
 """Activations with f(x) = f'(x) x, whose derivative is the frozen slope."""
 
+GATE, GATED_CONSTANT = 2, 3
+"""Ranks of an activation with f(0) != 0, such as a sigmoid, and of its product with constant channels."""
+
 NORMALISER = "logsumexp"
 """The function whose output, subtracted from its argument, gives its log_softmax."""
 
@@ -126,6 +129,12 @@ def name_of(func: Any, kwargs: dict[str, Any]) -> tuple[str, bool]:
         return (name[1:] if in_place else name), in_place
     in_place = name.endswith("_") or kwargs.pop("inplace", False)
     return name.rstrip("_"), in_place
+
+
+def rank_of_sum(ranks: Iterable[int | float]) -> int | float:
+    """Return the rank of a sum, or of joined tensors: a gate tells nothing of the values that it is added to."""
+    ranks = list(ranks)
+    return max((rank for rank in ranks if rank < GATE), default=min(ranks, default=0))
 
 
 def opened(func: Any) -> Any:
