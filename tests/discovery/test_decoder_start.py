@@ -83,3 +83,28 @@ def test_ids_inside_vmap_are_no_lookups() -> None:
     inputs = {"input_ids": TEXT, "decoder_input_ids": torch.tensor([[2]])}
     result = ula.explain(randomize(t5gemma2().eval()), inputs, method="logit", target=-1, progress=False)
     assert result.completeness_gap is not None and result.completeness_gap < 1e-5
+
+
+def whisper() -> Any:
+    sizes = dict(num_mel_bins=4, max_source_positions=10, max_target_positions=16)
+    config = transformers.WhisperConfig(
+        **BART, **HEADS, **IDS, **sizes, suppress_tokens=None, begin_suppress_tokens=None
+    )
+    return transformers.WhisperForConditionalGeneration(config)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("build", [t5, mvp, whisper])
+def test_labels_are_the_tokens_of_the_decoder(build: Callable[[], Any]) -> None:
+    """Of labels the model makes its decoder's ids, whose part stood in the bias."""
+    torch.manual_seed(0)
+    model, labels = randomize(build().eval()), torch.tensor([[5, 7, 11, 3, 9]])
+    inputs = {"input_features": torch.randn(1, 4, 20)} if build is whisper else {"input_ids": TEXT[:, :6]}
+    shifted = torch.tensor([[IDS["decoder_start_token_id"], 5, 7, 11, 3]])
+    results = [
+        ula.explain(model, {**inputs, **decoded}, method="logit", target=-1, progress=False)
+        for decoded in ({"labels": labels}, {"decoder_input_ids": shifted})
+    ]
+    assert results[0].scores.shape[1] == results[1].scores.shape[1]
+    assert torch.allclose(results[0].scores, results[1].scores, rtol=1e-4, atol=1e-5)
+    assert torch.allclose(results[0].extras["bias"], results[1].extras["bias"], rtol=1e-4, atol=1e-5)
