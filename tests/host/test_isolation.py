@@ -238,3 +238,15 @@ def test_hooks_that_remain_are_detected() -> None:
     model = HOSTS["llama, grouped queries"].model()
     with pytest.raises(LawViolation, match="hooks of the model changed"), left_as_found(model):
         model(**given(HOSTS["llama, grouped queries"]), output_hidden_states=True)
+
+
+def test_running_statistics_of_norms_in_training_are_restored() -> None:
+    """The kernels that write them count no version."""
+    model = nn.Sequential(
+        nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Unflatten(1, (2, 2)), nn.InstanceNorm1d(2, track_running_stats=True)
+    )
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    isolation.isolated(model, lambda: model(torch.randn(8, 4)))
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+    model(torch.randn(8, 4))
+    assert not torch.equal(model[1].running_mean, before["1.running_mean"])

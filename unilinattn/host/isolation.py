@@ -174,7 +174,10 @@ class Found:
         self._containers = [(each, _copy(each)) for each in (*filter(None, containers), interface.chosen)]
         values |= {id(buffer): buffer for module in modules for buffer in module._buffers.values()}
         copied = [t for t in values.values() if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)]
-        self._tensors = [(tensor, _version(tensor), tensor.detach().clone()) for tensor in copied]
+        # Kernels of norms write their running statistics and do not count it.
+        uncounted = {id(buffer) for module in modules if module.training for buffer in module._buffers.values()}
+        versions = [None if id(tensor) in uncounted else _version(tensor) for tensor in copied]
+        self._tensors = [(t, version, t.detach().clone()) for t, version in zip(copied, versions, strict=True)]
         self._parameters = [(name, p, _version(p)) for name, p in model.named_parameters()]
         self._entries = Entries(interface.tables())
         self._gradients = torch.is_grad_enabled()
