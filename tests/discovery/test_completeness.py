@@ -95,6 +95,10 @@ def excited(x: Tensor) -> Tensor:
     return x * x.mean(1, keepdim=True).sigmoid()
 
 
+def scaled(x: Tensor) -> Tensor:
+    return x / x.square().mean((0, 1), keepdim=True).sqrt()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def imported() -> None:
     """The first trace imports modules of transformers, which change the filters of warnings."""
@@ -110,6 +114,7 @@ RECORDED: dict[str, tuple[Callable[[], nn.Module], Tensor, str]] = {
     "average pooling": (lambda: Layers(between=Of(by_channel, nn.AvgPool1d(3, 3))), SIGNAL, "between"),
     "rows of a grid": (lambda: Layers(between=Of(grid)), SIGNAL, "between"),
     "a gate of all tokens": (lambda: Layers(between=Of(excited)), SIGNAL, "between"),
+    "a scale of all ids, whatever their order": (lambda: Text(before=Of(scaled)), IDS, "before"),
     "fused attention pooling": (
         lambda: Layers(behind=Of(lambda x: functional.scaled_dot_product_attention(x[:, :1], x, x)[:, 0])),
         SIGNAL,

@@ -229,6 +229,13 @@ def test_a_model_is_searched_once_until_it_changes(monkeypatch: pytest.MonkeyPat
     assert [traced(model), traced(model)] == [6, 6]
 
 
+def test_a_hook_that_mixes_tokens_is_found_after_a_first_trace() -> None:
+    model = hybrid()
+    ula.trace(model, IDS)
+    model.backbone.norm_f.register_forward_hook(lambda module, args, output: output + output.roll(1, dims=1))
+    assert "backbone is a" in refusal(model)
+
+
 def test_a_search_does_not_change_the_random_state() -> None:
     draws = []
     model = hybrid()

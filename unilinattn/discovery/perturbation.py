@@ -300,13 +300,15 @@ def noisy(t: Tensor, perturbed: Bool[Tensor, " token"] | Bool[Tensor, "batch tok
     return (wide + size * noise * factor * (~whole | whole.all())).to(t.dtype)
 
 
-def rotated(x: Tensor, tokens: Bool[Tensor, "batch token"]) -> Tensor:
-    """Give each of some tokens the value of the one before it among them: a b c d becomes c b a d for the 1st and 3rd.
+def exchanged(x: Tensor, tokens: Bool[Tensor, "batch token"]) -> Tensor:
+    """Give some tokens the values of others among them, some twice: of a b c d the 1st, 2nd and 4th become d d b.
 
-    The values stay those of the input, so that each is valid.
+    The values stay those of the input, so that each is valid. Those of all tokens together change too: a mean of all
+    tokens shows no permutation.
     """
-    result = x.clone()
-    result[tokens] = x[tokens].roll(1, dims=0)
+    result, values = x.clone(), x[tokens].roll(1, dims=0)
+    values[1::2] = values[: 2 * (len(values) // 2) : 2].clone()
+    result[tokens] = values
     return result
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from unilinattn.call.axes import as_tokens, in_shape
 from unilinattn.discovery.changes import Shape
-from unilinattn.discovery.perturbation import noisy, rotated, special_ids
+from unilinattn.discovery.perturbation import exchanged, noisy, special_ids
 from unilinattn.host.inputs import ids_name, is_ids, real_tokens
 
 AXES = (2, 3, 4, 5)
@@ -68,13 +68,13 @@ class TokenHalf:
             return value
         half = self._half.to(value.device)
         if value.is_floating_point():
-            return rotated(value, half) if value.ndim == 3 and "mask" not in name else value
+            return exchanged(value, half) if value.ndim == 3 and "mask" not in name else value
         if not is_token_ids(name, arguments):
             return value
         # Other special ids would change the layout: padding is masked, and those of an image become its vectors.
         ordinary = half & ~torch.isin(value, special_ids(self._model).to(value))
         real = real_tokens(arguments, name.replace("input_ids", "attention_mask"))
-        return rotated(value, ordinary if real is None or real.shape != value.shape else ordinary & real)
+        return exchanged(value, ordinary if real is None or real.shape != value.shape else ordinary & real)
 
 
 class SignalPieces:

@@ -305,9 +305,13 @@ def _lengths(arguments: Mapping[str, Any], layers: Sequence[CallRecord]) -> list
 
 
 def state_of(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[object, ...]:
-    """Return the key of an answer: modules, their modes and weights, names of the arguments, registered adapters."""
+    """Return the key of an answer: modules, their modes, hooks and weights, names of the arguments, adapters."""
     modules = dict(model.named_modules())
-    classes = tuple((path, type(module), module.training) for path, module in modules.items())
+    # A hook may mix tokens.
+    classes = tuple(
+        (path, type(module), module.training, *module._forward_pre_hooks, *module._forward_hooks)
+        for path, module in modules.items()
+    )
     parameters = [p for module in modules.values() for p in module._parameters.values() if p is not None]
     weights = tuple((id(p), p.data_ptr(), p.dtype, -1 if p.is_inference() else p._version) for p in parameters)
     return classes, weights, tuple(sorted(arguments)), tuple(list_architectures())
