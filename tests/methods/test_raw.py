@@ -1,9 +1,14 @@
 """Raw attention maps against the definitions of the papers."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
+from torch import Tensor, nn
 
+import unilinattn as ula
 from tests.methods.hosts import CASES, HOSTS, close, real_map, references, traced
+from unilinattn.errors import ExactnessWarning
 from unilinattn.methods import raw, rollout
 
 
@@ -69,3 +74,29 @@ def test_the_composed_maps_have_the_identity(name: str) -> None:
     first, second = (r.alpha.mean(1) for r in references(name))
     identity = torch.eye(first.shape[-1], dtype=first.dtype)
     assert close(raw(traced(name), compose="rollout").scores, (identity + second) @ (identity + first))
+
+
+class Attention(nn.Module):
+    """Causal attention, as a product with a matrix of weights or as a sum of products."""
+
+    def __init__(self, by_matrix: bool) -> None:
+        super().__init__()
+        self.query, self.by_matrix = nn.Linear(4, 4), by_matrix
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.query(x) @ x.mT
+        weights = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf).softmax(-1)
+        return weights @ x if self.by_matrix else (weights[..., None] * x[:, None]).sum(2)
+
+
+@pytest.mark.parametrize("by_matrix", [True, False])
+def test_a_map_without_the_weights_of_its_input_is_a_warning(by_matrix: bool) -> None:
+    torch.manual_seed(0)
+    trace = ula.trace(
+        nn.Sequential(nn.Linear(4, 4), Attention(by_matrix), nn.Linear(4, 4)).eval(), torch.randn(1, 5, 4)
+    )
+    with nullcontext() if by_matrix else pytest.warns(ExactnessWarning, match="equal weights for all tokens"):
+        result = ula.explain(trace, method="raw", progress=False)
+    assert bool((result.scores == 1).all()) == (not by_matrix)
+    assert len(result.warnings) == (not by_matrix)
+    assert not ula.explain(trace, method="latim", progress=False).warnings

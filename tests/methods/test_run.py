@@ -281,10 +281,11 @@ def test_a_comparison_holds_every_model_and_method() -> None:
 
 def test_each_model_of_a_comparison_runs_once() -> None:
     model = HOSTS["llama"].model()
-    # Only the first trace of a model runs it several times, in search of unregistered mixers.
-    trace(model, inputs())
     runs: list[int] = []
     model.register_forward_hook(lambda *_: runs.append(1))
+    # Only the first trace of a model runs it several times, in search of unregistered mixers.
+    trace(model, inputs())
+    runs.clear()
     compare({"llama": model}, inputs(), methods=["raw", "rollout", "latim", "alti"])
     assert len(runs) == 1
 

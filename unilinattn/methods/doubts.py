@@ -9,6 +9,7 @@ import torch
 
 from unilinattn.errors import SinkWarning
 from unilinattn.operator.edges import is_causal
+from unilinattn.operator.stages import Scale, walk
 from unilinattn.results.attribution import Attribution
 from unilinattn.scoring.selection import only_port, query_rows
 from unilinattn.tracing.layer import Layer
@@ -116,6 +117,36 @@ def only_zeros(result: Attribution) -> tuple[str, ...]:
         "that this method follows, as where its gradient is zero, where all products with a gradient are negative and "
         "so cut, or where it depends on the tokens only by choices, such as codes. Take another method to compare.",
     )
+
+
+def equal_weights(result: Attribution, trace: Trace, target: Target | None) -> tuple[str, ...]:
+    """Return a warning if a recorded layer's map has equal weights, and the input decides factors outside of it.
+
+    A loop over tokens, or a sum of products, weighs tokens by such factors. It reads one row of each layer's map.
+    """
+    if result.scope not in ("core", "mixer"):
+        return ()
+    layers = (layer for layer in trace.layers if layer.name in result.layers and layer.is_recorded)
+    names = [layer.name for layer in layers if _has_equal_weights(layer, trace, target, result.scope)]
+    if not names:
+        return ()
+    shown = ", ".join([*names[:3], *(["..."] if len(names) > 3 else [])])
+    return (
+        f"the maps of {len(names)} of {len(result.layers)} layers ({shown}) have equal weights for all tokens that are "
+        "read: the input weighs these by factors outside of the core, which the maps leave out. 'latim', 'alti' and "
+        "'lrp' count them.",
+    )
+
+
+def _has_equal_weights(layer: Layer, trace: Trace, target: Target | None, scope: str) -> bool:
+    op = layer.operator
+    stages = [stage for chain in op.chains.values() for stage in walk(chain)]
+    decides = any(isinstance(stage, Scale) and stage.role == "gate" and stage.scale.shape[1] > 1 for stage in stages)
+    if not decides or len(op.chains) > 1:
+        return False
+    row = op.rows(query_rows(trace, layer, -1 if target is None else target), scope=scope)
+    read = row[row != 0]
+    return len(read) > 1 and bool((read == read[0]).all())
 
 
 def _log2_size(layer: Layer, trace: Trace, target: Target | None, scope: str) -> float | None:

@@ -15,7 +15,7 @@ from unilinattn.kernels.precision import full_precision
 from unilinattn.memory import max_memory as limited_to
 from unilinattn.methods.check import Checker
 from unilinattn.methods.default import COMPOSED, by_vectors, chosen_method, default_note
-from unilinattn.methods.doubts import head_underflow, only_zeros, warn_of_sinks
+from unilinattn.methods.doubts import equal_weights, head_underflow, only_zeros, warn_of_sinks
 from unilinattn.methods.labelled import Tokens, with_labels
 from unilinattn.methods.needs import REFUSALS, advised
 from unilinattn.methods.targets import NamedTarget, explained_options, logit_of, position_of
@@ -228,7 +228,7 @@ def run_method(method: Method, trace: Trace, target: Target | None, options: Map
         doubts = require_exact(layer for layer in trace.layers if layer.name in result.layers)
         _require_finite(result)
         zeros = head_underflow(result, trace, target) or only_zeros(result)
-        doubts = (*doubts, *zeros, *result.warnings)
+        doubts = (*doubts, *zeros, *equal_weights(result, trace, target), *result.warnings)
     for doubt in doubts:
         warnings.warn(doubt, ExactnessWarning, stacklevel=3)
     return replace(result, warnings=doubts) if doubts else result
