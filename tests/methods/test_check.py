@@ -119,7 +119,19 @@ def test_a_class_logit_has_a_log_probability_unless_it_is_the_only_one() -> None
     assert check.log_p is not None
     regression = ula.explain(binary(LlamaForSequenceClassification, num_labels=1, pad_token_id=1), IDS).check()
     assert regression.log_p is None and regression.value.top != 0
-    assert "lowers the logit by" in regression.sentence
+    assert "lowers the output by" in regression.sentence
+
+
+def test_the_log_probability_of_a_label_is_that_of_its_sigmoid() -> None:
+    settings = {"num_labels": 3, "pad_token_id": 1, "problem_type": "multi_label_classification"}
+    model = binary(LlamaForSequenceClassification, **settings)
+    torch.nn.init.normal_(model.score.weight)
+    check = ula.explain(model, IDS, logit=2).check()
+    changed = torch.tensor([[2, 2]]) if check.keys == (0,) else torch.tensor([[0, 0]])
+    with torch.no_grad():
+        before, after = (nn.functional.logsigmoid(model(ids).logits)[0, 2] for ids in (IDS, changed))
+    assert check.log_p is not None and check.log_p.top == pytest.approx(float(before - after), abs=1e-10)
+    assert abs(check.log_p.top) > 1e-3
 
 
 def test_each_sequence_of_a_padded_batch_has_the_check_of_itself() -> None:

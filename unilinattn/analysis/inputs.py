@@ -13,6 +13,7 @@ from unilinattn.evaluation.readers import image_files, open_image, with_patches
 from unilinattn.evaluation.samples import Sample
 from unilinattn.host.image import is_image, processed
 from unilinattn.host.inputs import pixels
+from unilinattn.host.probabilities import log_probabilities, logit_kind
 from unilinattn.tracing.trace import Trace
 
 
@@ -80,11 +81,13 @@ def samples_of(
 
 
 def prediction(trace: Trace) -> str:
-    """Return the label and the probability of the class that a model predicts."""
-    shares = trace.explained_logit.logits[0].softmax(-1)
-    index = int(shares.argmax())
+    """Return the label and the probability of the class that a model predicts, or a regression's largest output."""
+    logits = trace.explained_logit.logits
+    index = int(logits[0].argmax())
     labels = getattr(getattr(trace.host, "config", None), "id2label", None) or {}
-    return f"{labels.get(index, f'class {index}')} ({float(shares[index]):.0%})"
+    log_p = log_probabilities(logits, logit_kind(trace.host, logits))
+    number = f"{float(logits[0, index]):.4g}" if log_p is None else f"{float(log_p[0, index].exp()):.0%}"
+    return f"{labels.get(index, f'class {index}')} ({number})"
 
 
 def image_read(trace: Trace, processor: Any) -> np.ndarray:

@@ -19,6 +19,7 @@ from unilinattn.evaluation.metrics import tensor_text
 from unilinattn.host.inputs import host_arguments
 from unilinattn.host.isolation import in_gradient_mode
 from unilinattn.host.logits import positions_of
+from unilinattn.host.probabilities import log_probabilities, logit_kind
 from unilinattn.host.recomputation import captures
 from unilinattn.host.run import run
 from unilinattn.memory import parts
@@ -304,7 +305,13 @@ class PerturbationTest:
         return (logits.argmax(-1) == self.labels).double()
 
     def _probability(self, logits: Float[Tensor, "batch class"]) -> Float[Tensor, " batch"]:
-        return logits.softmax(-1).gather(-1, self.labels[:, None]).squeeze(-1)
+        log_p = log_probabilities(logits, logit_kind(self._model, logits))
+        if log_p is None:
+            raise InputError(
+                f"{type(self._model).__name__} is a regression, whose outputs have no probabilities; take `pruning`, "
+                "the squared change of the outputs."
+            )
+        return log_p.exp().gather(-1, self.labels[:, None]).squeeze(-1)
 
     def _squared_change(self, logits: Float[Tensor, "batch class"]) -> Float[Tensor, " batch"]:
         return ((logits - self.logits) ** 2).sum(-1)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from unilinattn.errors import InputError, OptionError
 from unilinattn.host.logits import Logit, chosen_ids, picked, relative
+from unilinattn.host.probabilities import LogitKind, log_probabilities, logit_kind
 from unilinattn.host.scalars import OutputScalar, values_of
 from unilinattn.host.vectors import example
 from unilinattn.kernels.precision import full_precision
@@ -204,7 +205,9 @@ def _values(
             log_ps.append(None if log_p is None else log_p.cpu())
     pair = isinstance(explained.logit, tuple | list) and len(explained.logit) == 2
     log_odds = isinstance(explained.logit, Relative) and explained.logit.measure == "log-odds"
-    name = "the difference of two logits" if pair else "the log-odds" if log_odds else "the logit"
+    kind = _kind(traced)
+    single = "the log-odds" if log_odds else "the output" if kind == "output" else "the logit"
+    name = f"the difference of two {'outputs' if kind == 'output' else 'logits'}" if pair else single
     name = "the function of the output" if callable(explained.logit) else name
     name = repr(explained.logit) if isinstance(explained.logit, OutputScalar) else name
     present = [log_p for log_p in log_ps if log_p is not None]
@@ -225,8 +228,14 @@ def _of_run(
         token = int(logits[0].argmax() if prediction is None else prediction[explained.sequence])
     ids = chosen_ids(logits, token)
     value = relative(logits, ids, logit.measure) if isinstance(logit, Relative) else picked(logits, ids)
-    one_of_several = logits.shape[-1] > 1 and ids.shape[-1] == 1
-    return value, picked(logits.log_softmax(-1), ids) if one_of_several else None
+    log_p = log_probabilities(logits, _kind(explained.trace)) if ids.shape[-1] == 1 else None
+    return value, None if log_p is None else picked(log_p, ids)
+
+
+def _kind(traced: Trace) -> LogitKind:
+    """Return the kind of the logits, that of tokens for an output without logits."""
+    explained = traced.explained_logit
+    return logit_kind(traced.host, explained.logits) if explained.exists else "class"
 
 
 def _falls(values: Float[Tensor, " run"], draws: int, seed: int) -> Falls:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from unilinattn.errors import OptionError
 from unilinattn.host.inputs import is_encoder_decoder
+from unilinattn.host.probabilities import logit_kind
 from unilinattn.methods.needs import REFUSALS, refusal_of
 from unilinattn.methods.targets import explained_options, similarity_of_pairs
 from unilinattn.mixers import Dense
@@ -28,6 +29,9 @@ CAUSAL: Options = AttnLrp(split="thirds")
 
 OTHER: Options = Lrp(measure="log-odds")
 """Default method of `explain` for other models with logits, whose relevances add up to the log-odds."""
+
+WITHOUT_SOFTMAX: Options = Lrp(measure="logit")
+"""Default method of `explain` in place of `OTHER` for logits of no softmax: of independent labels, of a regression."""
 
 SHARES: type[Options] = Logit
 """The method of options that neither of these has, such as `by`."""
@@ -66,7 +70,11 @@ def _of_scalar(traced: Trace) -> Options:
     if is_encoder_decoder(traced.host):
         # The start of a decoder is a single token, which tells nothing beside the tokens of an encoder.
         layers = tuple(layers_in(traced, traced.target_stream))
-    return CAUSAL if _attends_causally(layers) else OTHER
+    if _attends_causally(layers):
+        return CAUSAL
+    explained = traced.explained_logit
+    has_softmax = not explained.exists or logit_kind(traced.host, explained.logits) == "class"
+    return OTHER if has_softmax else WITHOUT_SOFTMAX
 
 
 def _attends_causally(layers: Sequence[Layer]) -> bool:

@@ -65,10 +65,10 @@ def explain(
         tokenizer: the tokenizer of texts; it also labels the tokens and reads the option `logit` if that is a text.
         processor: the processor of images, as in `trace`.
         method: a method, such as `methods.Latim(p=1)`, or the name of one; by default `AttnLrp(split="thirds")` for a
-            model with causal softmax attention and `Lrp(measure="log-odds")` for others, of a dual encoder (CLIP) for
-            the similarity of each pair; for a model without logits `Alti(compose="rollout")`, or where its layers
-            cannot be composed `Lrp` or `AttnLrp` of the length of its output, or `latim` or `raw` of each layer, with a
-            warning; the result names it.
+            model with causal softmax attention and `Lrp(measure="log-odds")` for others, of the logit for labels with a
+            sigmoid each and for a regression, of a dual encoder (CLIP) for the similarity of each pair; for a model
+            without logits `Alti(compose="rollout")`, or where its layers cannot be composed `Lrp` or `AttnLrp` of the
+            length of its output, or `latim` or `raw` of each layer, with a warning; the result names it.
         target: a position, or one for each sequence, counted over real tokens and negative from their end; "last";
             "cls" for the token that class logits read; a text or a compiled pattern, for the last token of the only
             place in each input text where it matches; None keeps every query.

@@ -1,16 +1,18 @@
 """Targets and logits named by text, and the explained number of outputs without logits of tokens."""
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from unilinattn.errors import InputError
+from unilinattn.errors import InputError, OptionError
 from unilinattn.host.inputs import is_encoder_decoder
 from unilinattn.host.labels import token_text
 from unilinattn.host.logits import chosen_ids, keeps_logits, positions_of
+from unilinattn.host.probabilities import NO_SOFTMAX, LogitKind, logit_kind
 from unilinattn.host.scalars import OutputScalar, PairSimilarity, RowLogit, VectorLength
 from unilinattn.host.text import token_id
 from unilinattn.host.vectors import at_path, pair_table, vectors_in
@@ -68,6 +70,9 @@ def logit_of(logit: Any, tokenizer: Any) -> Any:
 OF_GRADIENTS: frozenset[Need] = frozenset({"gradients", "embedding gradients"})
 """Needs of methods by the model's gradient: that of a vector's length is zero behind a norm, which keeps the length."""
 
+WITHOUT: Mapping[str, tuple[str, ...]] = {"label": ("log-odds",), "output": ("log-odds", "log-probability")}
+"""Measures that a kind of logits does not have."""
+
 OF_ROWS: frozenset[Need] = frozenset({"layers", "composition"})
 """Needs of methods that read off the rows of a target, which are tokens, beside its logit."""
 
@@ -79,8 +84,9 @@ def explained_options(trace: Trace, method: Method, target: Target | None, optio
     vector at the target, or of the whole output where the target names none of its rows, for methods that do not read
     the model's gradient; for logits of other things than tokens, such as object queries, the logit of the target's row.
 
-    Raises `InputError` for a function whose number of a sequence another sequence changes (see `require_separate`), and
-    `UncoveredError` for one image with several texts.
+    Raises `InputError` for a function whose number of a sequence another sequence changes (see `require_separate`),
+    `OptionError` for a measure by a softmax of logits that have none, and `UncoveredError` for one image with several
+    texts.
     """
     logit = options.get("logit")
     if method.options is None or "logit" not in method.options.model_fields:
@@ -90,9 +96,11 @@ def explained_options(trace: Trace, method: Method, target: Target | None, optio
     if callable(logit):
         return options
     measure = options.get("measure", getattr(method.options.model_fields.get("measure"), "default", "logit"))
+    explained = trace.explained_logit
+    if explained.exists:
+        _require_softmax(trace, measure)
     if measure == "log-probability":
         return options
-    explained = trace.explained_logit
     if not explained.exists and logit is None and (similarity := similarity_of_pairs(trace)) is not None:
         return {**options, "logit": similarity}
     if not explained.exists:
@@ -105,6 +113,18 @@ def explained_options(trace: Trace, method: Method, target: Target | None, optio
         return options
     rows = positions_of(target, torch.ones(logits.shape[:2], dtype=torch.bool, device="cpu"))
     return {**options, "logit": RowLogit.in_output(trace.output, rows, logit, measure, explained.sizes)}
+
+
+def _require_softmax(trace: Trace, measure: str) -> None:
+    """Raise `OptionError` for a measure by probabilities that the logits have not."""
+    logits = trace.explained_logit.logits
+    kind = logit_kind(trace.host, logits)
+    is_itself = measure == "log-odds" and logits.shape[-1] == 1
+    if measure in WITHOUT.get(kind, ()) and not is_itself:
+        raise OptionError(
+            f"measure={measure!r} reads probabilities of exclusive classes, and {trace.model} has none: "
+            f"{NO_SOFTMAX[kind]}. Give measure='logit'."
+        )
 
 
 def similarity_of_pairs(trace: Trace) -> OutputScalar | None:
@@ -169,6 +189,15 @@ def logit_names(trace: Trace, logit: Any, target: Any, tokenizer: Any) -> list[l
     else:
         return None
     return [[classes[index] if classes else token_text(tokenizer, index) for index in row] for row in ids.tolist()]
+
+
+def explained_kind(trace: Trace, logit: Any) -> LogitKind | None:
+    """Return the kind of the logits that the option `logit` names, None for tokens and for a function."""
+    if isinstance(logit, str) or not trace.explained_logit.exists:
+        return None
+    logits = trace.explained_logit.logits
+    is_token = logits.ndim == 3 or logits.shape[-1] in trace.explained_logit.sizes
+    return None if is_token and _class_labels(trace, logits) is None else logit_kind(trace.host, logits)
 
 
 def _class_labels(trace: Trace, logits: Float[Tensor, "batch *token logit"]) -> list[str] | None:

@@ -48,6 +48,8 @@ class Attribution(Scores):
             `select`).
         logit_names: the text of the token, or the label of the class, whose logit is explained, for each sequence; two
             for the difference of two. Set where a tokenizer or the model's `config.id2label` names it.
+        logit_kind: "class" for a class of a softmax, "label" for one of several labels with a sigmoid each, "output"
+            for a number of a regression; None for a token and for results that explain no logit.
         grid: (rows, columns) of an image's patches.
         patches: the keys of the patches, row by row, for vision models that are registered; an image's heat map is
             `scores[..., result.patches].reshape(*leading, *result.grid)`.

@@ -31,13 +31,14 @@ class Check:
     """Whether the tokens with the largest scores carry the explained value of a sequence (see `Attribution.check`).
 
     Attributes:
-        name: the explained value: "the logit", "the difference of two logits" or "the function of the output".
+        name: the explained value: "the logit", "the log-odds", "the output" of a regression, "the difference of two
+            logits" (or outputs) or "the function of the output".
         keys: the keys of the replaced tokens with the largest scores, the largest first.
         draws: number of draws of ids, and of random tokens.
         seed: seed of the random numbers.
         value: the falls of the explained value.
         log_p: the falls of the log probability, in nats, of the token or class whose logit is explained; None for a
-            difference, a function, and a model with one logit.
+            difference, a function, and a regression.
     """
 
     name: str

@@ -10,6 +10,14 @@ from unilinattn.viz.colours import isolated, shown
 Quote = Callable[[str], str]
 """Turns a token's text into words of a sentence."""
 
+UNITS = {
+    "token": "the logits of tokens",
+    "class": "the logits of classes",
+    "label": "the logits of labels",
+    "output": "outputs",
+}
+"""Two of the numbers that a model returns, by the kind of its logits."""
+
 LONGEST = 24
 """Characters of a token's text in lines of plain text; longer texts are cut."""
 
@@ -60,19 +68,29 @@ def explained_clause(result: Scores, batch: int = 0, quote: Quote = quoted) -> s
         return f"scores of the keys {where}" if where else ""
     choice, value = result.options["logit"], single.extras.get("logit")
     names = [""] * 2 if single.logit_names is None else [f" {quote(name)}" for name in single.logit_names[0]]
-    unit = "token" if result.grid is None else "class"
-    if unit == "class" and value is not None and target_key(result, batch, _count(single)) not in (result.cls or ()):
+    unit = result.logit_kind or ("token" if result.grid is None else "class")
+    if (
+        result.grid is not None
+        and value is not None
+        and target_key(result, batch, _count(single)) not in (result.cls or ())
+    ):
         # The logits of classes have no position.
         where = ""
     kind = number_name(result)
     subject = f"the {kind} of the model's prediction{names[0]}"
-    if isinstance(choice, int):
+    if unit == "label":
+        subject = f"the {kind} of the most probable label{names[0]}"
+    elif unit == "output":
+        subject = f"the output{names[0]}"
+    if isinstance(choice, int) and unit == "output":
+        subject = f"output {choice}{names[0]}"
+    elif isinstance(choice, int):
         subject = f"the {kind} of {unit} {choice}{names[0]}"
     elif _is_generated(result):
         subject = f"the {kind} of the generated token"
     elif isinstance(choice, list):
         first, second = (f"{index}{name}" for index, name in zip(choice, names, strict=True))
-        subject = f"the difference of the logits of {'classes' if unit == 'class' else 'tokens'} {first} and {second}"
+        subject = f"the difference of {UNITS[unit]} {first} and {second}"
     elif choice is not None and " " in choice:
         # A scalar of the output (see `host.scalars`); names of functions have no space.
         subject, where = choice, where if choice.startswith(VECTOR_OF_TOKEN) else ""
@@ -85,7 +103,12 @@ def explained_clause(result: Scores, batch: int = 0, quote: Quote = quoted) -> s
 
 
 def number_name(result: Scores) -> str:
-    """Return "log-odds" or "logit", by the option `measure`; a pair and a function of the output have no log-odds."""
+    """Return "log-odds" or "logit", by the option `measure`, or "output", the number of a regression.
+
+    A pair and a function of the output have no log-odds.
+    """
+    if result.logit_kind == "output":
+        return "output"
     return "log-odds" if result.options.get("measure") == "log-odds" and _is_one_logit(result) else "logit"
 
 

@@ -50,6 +50,7 @@ class Header(BaseModel):
     sinks: tuple[tuple[int, ...], ...] | None = None
     streams: dict[Literal["query", "key"], dict[Text, int]] = {}
     logit_names: tuple[tuple[Text, ...], ...] | None = None
+    logit_kind: Literal["class", "label", "output"] | None = None
     grid: tuple[int, int] | None
     patches: tuple[int, ...] | None = None
     cls: tuple[int, ...] | None = None

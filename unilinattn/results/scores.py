@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 import torch
@@ -52,6 +52,7 @@ class Scores:
     sinks: Sequence[Sequence[int]] | None = None
     streams: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     logit_names: Sequence[Sequence[str]] | None = None
+    logit_kind: Literal["class", "label", "output"] | None = None
     grid: tuple[int, int] | None = None
     patches: Sequence[int] | None = None
     cls: Sequence[int] | None = None

@@ -93,7 +93,7 @@ def cancellation(result: Scores, batch: int = 0, quote: Quote = quoted) -> str:
     *first, last = (f"{share:.3g}{note}" for share, note in sorted(terms, key=lambda term: -abs(term[0]))[:3])
     logit = single.extras["logit"]
     value = float(logit[index] if logit.ndim == len(index) else logit)
-    number = "a logit" if number_name(result) == "logit" else "log-odds"
+    number = {"logit": "a logit", "output": "an output"}.get(number_name(result), "log-odds")
     return f"shares cancel{where}: {', '.join(first)} and {last} make {number} of {value:.3g}"
 
 

@@ -16,6 +16,7 @@ from unilinattn.errors import InputError, OptionError, UncoveredError
 from unilinattn.frozen.token_pass import Case, shared_cases, shared_run
 from unilinattn.host.isolation import in_gradient_mode, with_own_random_numbers
 from unilinattn.host.logits import Logit, picked
+from unilinattn.host.probabilities import log_probabilities, logit_kind
 from unilinattn.host.scalars import OutputScalar, values_of
 from unilinattn.memory import allowed, require_result
 from unilinattn.optional import import_extra
@@ -86,7 +87,7 @@ class ExplainedNumber:
         A case without a target, or with a function for a logit, is the only one.
         """
         self._explained, self._cases, self._measure = trace.explained_logit, cases, measure
-        self._batch = trace.layers[-1].output.shape[0]
+        self._host, self._batch = trace.host, trace.layers[-1].output.shape[0]
         for _, logit in cases:
             if isinstance(logit, OutputScalar) and logit.count != self._batch:
                 raise UncoveredError(
@@ -110,7 +111,9 @@ class ExplainedNumber:
         logits = logits if self.has_queries else logits.flatten(0, -2)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self._measure == "log-probability":
-            logits = logits.log_softmax(-1)
+            log_p = log_probabilities(logits, logit_kind(self._host, self._explained.logits))
+            assert log_p is not None
+            logits = log_p
         if self._ids is None:
             by_case = zip(self._cases, logits.split(self._batch), strict=True)
             self._ids = torch.cat([self._explained.ids(*case, logits_of_case) for case, logits_of_case in by_case])
