@@ -268,6 +268,33 @@ def test_every_scope_is_described_with_its_source() -> None:
         op.num_heads("everything")
 
 
+@pytest.mark.parametrize("scope", ["core", "mixer"])
+def test_stages_between_two_cores_belong_to_their_map(scope: str) -> None:
+    first, last = (Mix("core", Dense(normal(BATCH, 3, LENGTH, LENGTH))) for _ in range(2))
+    gate, scale = Scale("gate", normal(BATCH, LENGTH, CHANNELS)), Scale("norm", normal(BATCH, LENGTH, 1))
+    projection, x = Matrix("output", normal(CHANNELS, CHANNELS)), normal(BATCH, LENGTH, CHANNELS)
+
+    def operator(*chain: Stage) -> MixerOperator:
+        return MixerOperator({"x": chain}, inputs={"x": x}, output=x)
+
+    # A branch without a core, and the stages of a branch behind its core and in front of the last one.
+    between = (Branch("act", ((gate,), (scale,))), Branch("output", ((), (last, projection))))
+    op = operator(projection, Branch("output", ((first, gate),)), *between)
+    factors = (gate.factor + scale.factor) * gate.factor
+    per_channel = [m.mixer.tile().repeat_interleave(CHANNELS // 3, 1) for m in (first, last)]
+    expected = per_channel[1] @ (factors.transpose(1, 2)[..., None] * per_channel[0])
+    assert relative_error(op.matrix(scope, heads=None), expected) <= 1e-12
+    for chain in (
+        (Branch("output", ((), (projection, first, projection))), last),
+        (first, Branch("output", ((), (projection,))), last),
+        (first, Branch("output", ((), (projection, last))), projection),
+        # Behind a sum with another core, as of a mean of all tokens.
+        (Branch("output", ((Branch("output", ((), (first, projection))), last), (first, scale))),),
+    ):
+        with pytest.raises(UncoveredError, match=f"a stage inside scope '{scope}' mixes channels"):
+            operator(*chain).matrix(scope)
+
+
 def test_a_reconstruction_error_is_that_of_the_worst_sequence() -> None:
     reference = torch.ones(3, LENGTH, CHANNELS)
     output = reference.clone()

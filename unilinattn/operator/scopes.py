@@ -85,7 +85,7 @@ def scoped(chain: Chain, scope: str, channels: int) -> tuple[Chain, int]:
         return (Branch(lead.role, tuple(cut for cut, _ in cuts)),), cuts[0][1]
     if scope == "unified":
         return _uncentred(_between_matrices(chain, first, last)), channels
-    return tuple(piece for stage in chain[first : last + 1] for piece in _cut(stage, scope)), channels
+    return _span(chain, scope), channels
 
 
 def restricted(chain: Chain, channels: Float[Tensor, " channel"]) -> Chain | None:
@@ -139,15 +139,29 @@ def _core_span(chain: Chain) -> tuple[int, int]:
     return positions[0], positions[-1]
 
 
-def _cut(stage: Stage, scope: str) -> Chain:
-    """Reduce a branch to its chains with a core, for `mixer` also its skips; a single chain replaces the branch."""
-    if not isinstance(stage, Branch):
+def _span(chain: Chain, scope: str, *, before: bool = False, after: bool = False) -> Chain:
+    """Return the stages from the first core to the last; from the start and to the end if there are cores around.
+
+    `before` and `after` tell whether other cores precede and follow the chain: a projection of such a chain may stand
+    between two cores.
+    """
+    first, last = _core_span(chain)
+    span = range(0 if before else first, len(chain) if after else last + 1)
+    cuts = (_cut(chain[k], scope, before=before or k > first, after=after or k < last) for k in span)
+    return tuple(piece for cut in cuts for piece in cut)
+
+
+def _cut(stage: Stage, scope: str, *, before: bool, after: bool) -> Chain:
+    """Reduce a branch to its chains with a core, for `mixer` also its skips; a single chain replaces the branch.
+
+    A branch without a core stands between two of them.
+    """
+    if not isinstance(stage, Branch) or not has_core((stage,)):
         return (stage,)
     chains = []
     for inner in stage.chains:
         if has_core(inner):
-            first, last = _core_span(inner)
-            chains.append(tuple(piece for s in inner[first : last + 1] for piece in _cut(s, scope)))
+            chains.append(_span(inner, scope, before=before, after=after))
         elif scope == "mixer" and inner and all(s.role == "skip" and isinstance(s, Scale) for s in inner):
             chains.append(inner)
     return chains[0] if len(chains) == 1 else (Branch(stage.role, tuple(chains)),)
