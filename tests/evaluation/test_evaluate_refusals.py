@@ -9,9 +9,8 @@ import torch
 from tests.evaluation import tiny
 from tests.evaluation.test_evaluate import stored_evaluation
 from unilinattn.errors import InputError, OptionError, UnilinattnError
-from unilinattn.evaluation import (
-    Sample,
-)
+from unilinattn.evaluation import Sample
+from unilinattn.examples import TASKS
 
 
 def refused(error: type[UnilinattnError], message: str, **changed: Any) -> None:
@@ -37,7 +36,14 @@ def test_bad_requests_are_refused() -> None:
     refused(InputError, "models must be a mapping", models={})
     refused(InputError, "model 's4d' is a str", models={"s4d": "path"})
     refused(InputError, "data is empty", data=[])
-    refused(InputError, "data holds a Tensor", data=[one.inputs])
+    refused(InputError, "data holds a Tensor; give a list of", data=[one.inputs])
+    task = TASKS["induction"]
+    for value in (task, task.sample(1, 0)):
+        refused(InputError, r"data is an? \w+, a task.*`evaluation.task_samples\('induction', 8\)`", data=value)
+        refused(InputError, r"selection is an? \w+, a task", selection=value)
+        refused(InputError, r"data holds an? \w+, a task", data=[value])
+    for value in (one, 5, None):
+        refused(InputError, f"data is an? {type(value).__name__}; give a list of", data=value)
     refused(InputError, "needs `relevant`, and sample 1 has none", data=[one, Sample(inputs=one.inputs)])
     named = Sample(inputs=one.inputs, relevant=one.relevant, name="a")
     refused(InputError, "samples 0 and 1 of data have the same name 'a'", data=[named, named])

@@ -13,6 +13,7 @@ from unilinattn.errors import InputError, OptionError, nearest
 from unilinattn.evaluation.measures import METRICS, Metric, function_metric, metric, require_fields
 from unilinattn.evaluation.samples import Sample, fingerprint, function_name
 from unilinattn.evaluation.scorers import BASELINES, Scorer, baseline, scorer
+from unilinattn.examples.tasks import Task, TaskBatch
 from unilinattn.options.base import Options, label_of, refuse_class
 from unilinattn.tracing.trust import Trust
 
@@ -194,19 +195,35 @@ def _metric(name: Any, options: Mapping[str, Any]) -> Metric:
     return function_metric(name) if callable(name) else metric(name, options)
 
 
-def _samples(entries: Iterable[Sample], kind: str) -> Sequence[Sample]:
+def _samples(entries: Any, kind: str) -> Sequence[Sample]:
+    """Return samples; raise `InputError` for other values, for none and for equal names."""
+    if not isinstance(entries, Iterable):
+        raise InputError(f"{kind} is {_instead(entries)}")
     samples = entries if isinstance(entries, Sequence) else list(entries)
     if not samples:
         raise InputError(f"{kind} is empty; give at least one sample.")
     names: dict[str, int] = {}
     for index, sample in enumerate(samples):
         if not isinstance(sample, Sample):
-            raise InputError(f"{kind} holds a {type(sample).__name__}; give `unilinattn.evaluation.Sample`s.")
+            raise InputError(f"{kind} holds {_instead(sample)}")
         name = sample.name or str(index)
         if name in names:
             raise InputError(f"samples {names[name]} and {index} of {kind} have the same name {name!r}.")
         names[name] = index
     return samples
+
+
+def _instead(value: Any) -> str:
+    """Return the type of a value that is no sample, and the samples to give in its place."""
+    name = type(value).__name__
+    kind = f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
+    if isinstance(value, (Task, TaskBatch)):
+        return (
+            f"{kind}, a task or its sequences; give samples of it, such as `evaluation.task_samples('induction', 8)`."
+        )
+    return (
+        f"{kind}; give a list of `unilinattn.evaluation.Sample`s, or the path of a file of texts or a folder of images."
+    )
 
 
 def _require_disjoint(samples: Sequence[Sample], selection: Sequence[Sample]) -> None:
