@@ -7,7 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from transformers import T5Config, T5ForConditionalGeneration
+from transformers import (
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 import unilinattn as ula
 from tests.frozen import detached
@@ -282,6 +289,25 @@ def test_padding_is_not_replaced(side: str) -> None:
     assert [batch.rows[index][1:] for index in rows] == [row[1:] for row in single.rows]
     assert torch.allclose(batch.effect[rows], single.effect, atol=1e-5)
     assert torch.allclose(batch.control[rows], single.control, atol=1e-5)
+
+
+@pytest.mark.long
+def test_placeholders_of_an_image_are_not_replaced() -> None:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    vision = CLIPVisionConfig(**sizes, image_size=8, patch_size=4, projection_dim=16)
+    text = LlamaConfig(**sizes, vocab_size=20)
+    config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=19, vision_feature_layer=-1)
+    model, ids = LlavaForConditionalGeneration(config).eval(), torch.tensor([[3, 19, 19, 19, 19, 5, 6]])
+    trace = ula.trace(model, {"input_ids": ids, "pixel_values": torch.randn(1, 3, 8, 8)}, progress=False)
+    assert [row.first for row in ula.effects(trace, draws=1).rows] == [0, 5, 6]
+    shifted = torch.tensor([[19, 19, 19, 19, 5, 5, 6]])
+    for options, message in (
+        ({"replaced": (0, 2)}, "token 1 of sequence 0 is a placeholder, in whose place LlavaForConditionalGeneration"),
+        ({"against": shifted}, "token 0 of sequence 0 is a placeholder"),
+        ({"replaced": 0, "replacement": 19}, "replacement has the id 19, in whose place"),
+    ):
+        with pytest.raises(InputError, match=message):
+            ula.effects(trace, **options)
 
 
 def test_a_single_token_has_an_effect() -> None:

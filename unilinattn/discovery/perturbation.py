@@ -312,14 +312,33 @@ def exchanged(x: Tensor, tokens: Bool[Tensor, "batch token"]) -> Tensor:
     return result
 
 
+MARKERS = ("bos", "eos", "pad", "sep", "cls", "mask", "unk", "start", "suppress", "boi", "eoi", "boa", "eoa")
+"""Last words in the names of special ids that only mark a place, as in `decoder_start_token_id` and `boi_token_id`."""
+
+
 def special_ids(model: nn.Module) -> Int[Tensor, " id"]:
     """Return the ids whose meaning configurations state, such as those of padding and of an image's place."""
-    special: set[int] = set()
+    return _sorted_ids(value for _, value in _stated_ids(model))
+
+
+def placeholder_ids(model: nn.Module) -> Int[Tensor, " id"]:
+    """Return the ids by which a model finds where other inputs go, such as the patches of an image."""
+    named = [(name.split("_")[:-2], value) for name, value in _stated_ids(model)]
+    # Qwen2-VL counts the images of a text by `vision_start_token_id`.
+    return _sorted_ids(value for words, value in named if "vision" in words or (words and words[-1] not in MARKERS))
+
+
+def _stated_ids(model: nn.Module) -> Iterator[tuple[str, int]]:
+    """Yield the name in a configuration and the id, for each special id."""
     for config in configurations(model):
         for name, value in vars(config).items():
             if name.endswith(("token_id", "token_index", "token_ids")):
-                special |= {v for v in (value if isinstance(value, list | tuple) else [value]) if isinstance(v, int)}
-    return torch.tensor(sorted(special), dtype=torch.long, device="cpu")
+                values = value if isinstance(value, list | tuple) else [value]
+                yield from ((name, each) for each in values if isinstance(each, int))
+
+
+def _sorted_ids(ids: Iterable[int]) -> Int[Tensor, " id"]:
+    return torch.tensor(sorted(set(ids)), dtype=torch.long, device="cpu")
 
 
 def changed(before: Rows, after: Tensor, watched: Bool[Tensor, " token"]) -> bool:

@@ -82,7 +82,7 @@ def effects(
         logit: the id or text of a token, a class, a pair of them for their difference, or a function of the output that
             is linear in it; by default the prediction on `inputs`, for all replacements.
         replaced: the tokens that are replaced: a position, (first, stop) of several at once, a text that occurs once,
-            or a list of these; each real token by itself by default.
+            or a list of these; by default each real token by itself, but for placeholders of images and other inputs.
         replacement: ids or texts in their place, as many tokens as are replaced or one; the mean is over those of a
             list. By default `draws` random ids for each token, which differ, and are no special ids.
         against: a text or ids of the same shape, in place of all tokens at once; instead of the two above.

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
-from unilinattn.discovery.perturbation import special_ids
+from unilinattn.discovery.perturbation import placeholder_ids, special_ids
 from unilinattn.errors import InputError, OptionError
 from unilinattn.host.inputs import ids_name, is_ids, vocabulary_size
 from unilinattn.host.text import encoded, is_text
@@ -80,7 +80,10 @@ def against_inputs(trace: Trace, against: Any, tokenizer: Any) -> list[Replaceme
         if not torch.equal(value.cpu(), expected.to(value.dtype)):
             raise InputError(f"against has another {key} than the inputs; only the ids may differ.")
     _require_vocabulary(trace, other_ids.flatten().tolist())
-    real = real_tokens(trace)
+    real, placeholders = real_tokens(trace), placeholder_ids(trace.host)
+    before, after = (torch.isin(each.cpu(), placeholders) for each in (ids, other_ids))
+    for b, token in ((before != after) & real.cpu()).nonzero().tolist():
+        _refuse_placeholder(trace, b, int(real[b, :token].sum()))
     rows = enumerate(other_ids.to(ids))
     return [
         Replacement(b, 0, len(tokens := real[b].nonzero().squeeze(1)), tokens, torch.where(real[b], row, ids[b])[None])
@@ -93,8 +96,9 @@ def replacements(
 ) -> list[Replacement]:
     """Return the spans of tokens with their replacements, of every sequence.
 
-    Without a `replacement` `draws` ids are drawn for each token, which differ from each other, from the token and from
-    special ids. Raises `InputError` for tokens or ids that do not exist, for a text without a tokenizer and for a
+    Without `replaced` they are the real tokens but for placeholders, in whose place the model puts an image. Without a
+    `replacement` `draws` ids are drawn for each token, which differ from each other, from the token and from special
+    ids. Raises `InputError` for tokens or ids that do not exist, for a text without a tokenizer and for a
     replacement of another length, and `OptionError` for `draws` that the vocabulary does not have.
     """
     ids, real = ids_of(trace), real_tokens(trace)
@@ -105,11 +109,16 @@ def replacements(
         raise OptionError(f"seed={seed!r}; give a whole number of at least 0.")
     generator = torch.Generator().manual_seed(seed)
     ordinary = ordinary_ids(trace, tokenizer) if alternatives is None else None
-    made = []
+    made, placeholders = [], placeholder_ids(trace.host)
     for b, row in enumerate(ids.cpu()):
         tokens = real[b].nonzero().squeeze(1).cpu()
+        is_placeholder = torch.isin(row[tokens], placeholders)
         for first, last in _spans(trace, replaced, b, len(tokens)):
             columns = tokens[first:last]
+            if bool(is_placeholder[first:last].any()):
+                if replaced is None:
+                    continue
+                _refuse_placeholder(trace, b, first + int(is_placeholder[first:last].int().argmax()))
             if ordinary is None:
                 assert alternatives is not None
                 others = _fitting(alternatives, row[columns])
@@ -119,6 +128,13 @@ def replacements(
             changed[:, columns] = others.to(row)
             made.append(Replacement(b, first, last, columns, changed.to(ids.device)))
     return made
+
+
+def _refuse_placeholder(trace: Trace, sequence: int, token: int) -> None:
+    raise InputError(
+        f"token {token} of sequence {sequence} is a placeholder, in whose place {trace.model} puts another input, such "
+        "as a patch of an image, and there are as many of both; replace tokens of the text."
+    )
 
 
 def real_tokens(trace: Trace) -> Bool[Tensor, "batch length"]:
@@ -178,6 +194,12 @@ def _alternatives(trace: Trace, replacement: Any, tokenizer: Any) -> list[list[i
     if not all(alternatives):
         raise InputError(f"replacement={replacement!r} has a text without tokens; give ids, or other texts.")
     _require_vocabulary(trace, [token for each in alternatives for token in each])
+    placeholders = {token for each in alternatives for token in each} & {*placeholder_ids(trace.host).tolist()}
+    if placeholders:
+        raise InputError(
+            f"replacement has the id {min(placeholders)}, in whose place {trace.model} puts another input, such as a "
+            "patch of an image; give ids of words."
+        )
     return alternatives
 
 
