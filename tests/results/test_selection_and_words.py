@@ -1,10 +1,13 @@
 """Errors of a selected layer, and scores and places of merged words."""
 
 import dataclasses
+from typing import Any
 
+import pytest
 import torch
 
 from tests.results.samples import LENGTH, make, make_target
+from unilinattn.results.explained import explained_clause
 
 IDS = [[0, 0, None, None, 1], [0, 0, 0, 0, 0]]
 REAL = torch.tensor([[True] * LENGTH, [True, True, True, False, False]])
@@ -24,6 +27,25 @@ def test_each_token_outside_of_words_stays_by_itself() -> None:
     assert torch.equal(words.scores[0], torch.stack(expected))
     assert torch.equal(words.scores[1], torch.stack([second[:3].sum(), *torch.zeros(3)]))
     assert words.mask is not None and words.mask.tolist() == [[True] * 4, [True, False, False, False]]
+
+
+@pytest.mark.parametrize(
+    ("target", "merged"), [(4, 3), (-1, -1), (1, 0), (-4, -4), ([4, 1], [3, 0]), ([-1, 2], [-1, 0]), (None, None)]
+)
+def test_the_target_is_the_word_that_it_is_in(target: Any, merged: Any) -> None:
+    mask = None if isinstance(target, int) else REAL
+    ids = [IDS[0], IDS[0]] if mask is None else IDS
+    tokens = [list("abcde")] * 2
+    result = make_target(word_ids=ids, mask=mask, tokens=tokens, options={"logit": None, "target": target})
+    for each in (result.words(), result.spans([[(0, 2)], [(0, 2 if mask is None else 3)]], unit="tokens")):
+        assert each.options["target"] == (list(merged) if isinstance(merged, list) else merged)
+        position = {4: "at position 3 'e'", -1: "at position 3 'e'", 1: "at position 0 'ab'", -4: "at position 0 'ab'"}
+        if isinstance(target, int):
+            assert position[target] in explained_clause(each)
+    # Targets of other streams stay, and so do those of a result with every query.
+    streams = {"query": {"latents": 9}, "key": {"text": LENGTH}}
+    assert make_target(word_ids=IDS, mask=REAL, streams=streams, options={"target": 4}).words().options["target"] == 4
+    assert make(word_ids=IDS, mask=REAL, options={"target": 4}).words().options["target"] == 4
 
 
 def test_a_word_reaches_from_its_first_to_its_last_character() -> None:

@@ -250,8 +250,8 @@ def _titles(single: Scores, count: int) -> list[tuple[str, str, float | None]]:
 
 def target_key(result: Scores, batch: int, count: int) -> int | None:
     """Return the target's position among `count` real keys, or None if unknown or if it is the only key."""
-    target = _target(result, batch)
-    first, count = _of_queries(result, batch, count)
+    target = target_of(result, batch)
+    first, count = tokens_of_queries(result, batch, count)
     if target is None or not -count <= target < count or count == 1:
         return None
     return first + target % count
@@ -260,14 +260,14 @@ def target_key(result: Scores, batch: int, count: int) -> int | None:
 def target_query(result: Scores, batch: int) -> tuple[str, int] | None:
     """Return the stream of a target that is no key, and its position there; None if it is a key or unknown."""
     queries, keys = (result.streams.get(axis, {}) for axis in ("query", "key"))
-    target = _target(result, batch)
+    target = target_of(result, batch)
     if target is None or len(queries) != 1 or not keys.keys().isdisjoint(queries):
         return None
     ((name, count),) = queries.items()
     return (name, target % count) if -count <= target < count else None
 
 
-def _target(result: Scores, batch: int) -> int | None:
+def target_of(result: Scores, batch: int) -> int | None:
     """Return the position of the target of a sequence, None if it is unknown."""
     target = result.options.get("target")
     if isinstance(target, list):
@@ -276,7 +276,7 @@ def _target(result: Scores, batch: int) -> int | None:
     return target if isinstance(target, int) else None
 
 
-def _of_queries(result: Scores, batch: int, count: int) -> tuple[int, int]:
+def tokens_of_queries(result: Scores, batch: int, count: int) -> tuple[int, int]:
     """Return the first of `count` real keys that are tokens of the queries' stream, and their number; 0 if none are."""
     if not result.streams:
         return 0, count

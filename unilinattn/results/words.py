@@ -1,6 +1,6 @@
 """Merge the tokens of each word or span of a result."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from unilinattn.errors import InputError, OptionError, nearest
+from unilinattn.results.panels import target_of, tokens_of_queries
 from unilinattn.results.scores import Scores, extra_dims
 
 Result = TypeVar("Result", bound=Scores)
@@ -142,8 +143,28 @@ def _merged_groups(result: Result, groups: Sequence[Sequence[int | None]], reduc
         **labels,
         mask=None if bool(mask.all()) else mask.to(scores.device),
         extras=extras,
+        options=_with_target(result, spans),
         checker=None,
     )
+
+
+def _with_target(result: Scores, spans: Sequence[Sequence[Span]]) -> Mapping[str, Any]:
+    """Return the options with the number of the word or span that the target is in, for targets that are keys."""
+    targets: list[int] = []
+    if "query" in result.dims:
+        return result.options
+    for sequence, (each, real) in enumerate(zip(spans, _real(result), strict=True)):
+        keys = real.nonzero().flatten().tolist()
+        first, count = tokens_of_queries(result, sequence, len(keys))
+        target = target_of(result, sequence)
+        if target is None or not -count <= target < count:
+            return result.options
+        numbers = [number for number, (begin, end) in enumerate(each) for key in keys if begin <= key < end]
+        # A negative target stays one: it counts from the end.
+        start = numbers[first] if target >= 0 else numbers[first + count - 1] + 1
+        targets.append(numbers[first + target % count] - start)
+    same = len(set(targets)) == 1 and not isinstance(result.options["target"], list)
+    return {**result.options, "target": targets[0] if same else targets}
 
 
 def _spans(word_ids: Sequence[int | None], real: Bool[Tensor, " key"]) -> list[Span]:
