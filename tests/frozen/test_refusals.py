@@ -10,11 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import unilinattn as ula
-from tests.frozen.detached import (
-    llama_model,
-    mamba_model,
-    token_ids,
-)
+from tests.frozen.detached import llama_model, mamba_model, token_ids
 from tests.tracing.models import TokenWise
 from unilinattn.errors import ExactnessError, ExactnessWarning, OptionError, UncoveredError
 from unilinattn.frozen.passes import Rule
@@ -373,3 +369,30 @@ def test_a_result_of_zeros_says_so() -> None:
     with pytest.warns(ExactnessWarning, match="every score of attn_lrp is zero"):
         result = ula.explain(model, ids, method="attn_lrp", target=-1, progress=False)
     assert not result.scores.any() and "only by choices, such as codes" in result.warnings[0]
+
+
+class Ending(Inline):
+    """Returns a function of its logits."""
+
+    def __init__(self, end: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(torch.clone)
+        self.end = end
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.end(super().forward(input_ids))
+
+
+@pytest.mark.parametrize(
+    ("end", "message"),
+    [
+        (lambda y: y.softmax(-1), "returns probabilities, .* return its logits, the values before the softmax"),
+        (lambda y: y.mean(1).softmax(-1), "returns probabilities"),
+        (lambda y: y.log_softmax(-1), "returns log probabilities, .* before the log_softmax"),
+        (lambda y: y.softmax(-1) * 2, r"depends on its tokens\."),
+    ],
+)
+def test_a_model_that_returns_probabilities_is_told_to_return_logits(
+    end: Callable[[Tensor], Tensor], message: str
+) -> None:
+    with pytest.raises(UncoveredError, match=message):
+        ula.explain(Ending(end).eval(), torch.arange(7)[None], method="logit", target=-1, progress=False)

@@ -18,6 +18,10 @@ CANCELLATION = 1e4
 rounding to float32 leaves three digits of."""
 
 
+OF_SUM = 1e-2
+"""Largest distance from 1 of the sum of probabilities in half precision."""
+
+
 @dataclass(frozen=True, eq=False)
 class Parts:
     """Shares by layer, in float64, with an axis of layers: tokens + bias = value, up to rounding.
@@ -179,13 +183,33 @@ def linearized(output: Any, tangents: Any, choose: Callable[[Any], Float[Tensor,
     terms = [(s, v, c) for s, v, c in zip(slopes, values, constants, strict=True) if s is not None]
     reached = [(s, v) for s, v, _ in terms if v.requires_grad]
     if not reached:
-        raise UncoveredError("the scalar does not depend on an output of the model that depends on its tokens.")
+        read = [value.detach() for slope, value in zip(slopes, values, strict=True) if slope is not None]
+        raise UncoveredError(
+            "the scalar does not depend on an output of the model that depends on its tokens"
+            + next(filter(None, map(_of_softmax, read)), ".")
+        )
     value = value.detach().double()
     linear = sum((_by_sequence(s * v.detach()) for s, v, _ in terms), torch.zeros_like(value))
     constant = sum((_by_sequence(s * c) for s, _, c in terms), torch.zeros_like(value))
     sizes = sum((_by_sequence((s * v.detach()).abs()) for s, v, _ in terms), torch.zeros_like(value))
     unreached = sum((_by_sequence(s * c) for s, v, c in terms if not v.requires_grad), torch.zeros_like(value))
     return Linearized(value, linear, constant, sizes, [v for _, v in reached], [s for s, _ in reached], unreached)
+
+
+def _of_softmax(value: Tensor) -> str:
+    """Return the clause of a refusal on an output of probabilities or their logarithms, empty for other outputs."""
+    if value.ndim < 2 or value.shape[-1] < 2:
+        return ""
+    total, log_total = (each.double().sum(-1) for each in (value, value.exp()))
+    is_p = bool((value >= 0).all() and ((total - 1).abs() < OF_SUM).all())
+    if not is_p and not bool(((log_total - 1).abs() < OF_SUM).all()):
+        return ""
+    name, function = ("probabilities", "softmax") if is_p else ("log probabilities", "log_softmax")
+    return (
+        f": it returns {name}, and the result of a {function} is a constant of the frozen run, like the weights of "
+        "attention, so no token has a share of it. Let the model return its logits, the values before the "
+        f"{function}."
+    )
 
 
 def block_streams(layers: Sequence[Layer], streams: Sequence[Stream | None], keys: int) -> list[Stream]:
