@@ -44,6 +44,44 @@ def test_a_mixer_outside_of_torch_is_refused_with_its_path_and_the_reason() -> N
     )
 
 
+class InBlocks(nn.Module):
+    """A mixer of blocks of tokens."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(1, (-1, self.size)).cumsum(1).flatten(1, 2)
+
+
+class Switched(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.projection = InBlocks(4), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.projection(self.inner(x))
+
+
+class SwitchedModel(Model):
+    """Takes other blocks for texts that are no multiple of them, as BigBird does."""
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        for module in self.modules():
+            if isinstance(module, Switched):
+                module.inner = InBlocks(1)
+        return super().forward(ids)
+
+
+def test_a_model_that_changes_itself_in_its_first_call_is_traced_after_it() -> None:
+    model = SwitchedModel(Block(added, Switched()))
+    with pytest.raises(UncoveredError, match=r"raises RuntimeError when it runs again: .* call it once before"):
+        _ = trace(model, ids()).layers[0].operator
+    model(ids())
+    assert trace(model, ids()).layers[0].operator.reconstruction_error() < 1e-6
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bool, torch.complex64], ids=str)
 def test_ids_of_the_wrong_dtype_are_refused(dtype: torch.dtype) -> None:
     x = host("mamba").inputs().to(dtype)
