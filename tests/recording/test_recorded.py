@@ -227,3 +227,109 @@ def test_random_numbers_written_into_tokens_are_refused_by_their_function() -> N
 
     with pytest.raises(UncoveredError, match="'normal' is applied to values that depend on the tokens"):
         operator(Noisy(), draw(2, 7, 16))
+
+
+class Gates(nn.Module):
+    """A gated recurrence in a loop, whose steps are written by `step`."""
+
+    def __init__(self, step: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.gate, self.value, self.step = nn.Linear(16, 16), nn.Linear(16, 16), step
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.step(self.gate(x).sigmoid(), self.value(x).clone())
+
+
+def out_of_place(a: Tensor, v: Tensor) -> Tensor:
+    h, states = torch.zeros_like(v[:, 0]), []
+    for t in range(v.shape[1]):
+        h = h * a[:, t] + v[:, t]
+        states.append(h)
+    return torch.stack(states, 1)
+
+
+def in_place(a: Tensor, v: Tensor) -> Tensor:
+    h, states = torch.zeros_like(v[:, 0]), []
+    for t in range(v.shape[1]):
+        h.mul_(a[:, t]).add_(v[:, t])
+        states.append(h.clone())
+    return torch.stack(states, 1)
+
+
+def operators_in_place(a: Tensor, v: Tensor) -> Tensor:
+    h, states = torch.zeros_like(v[:, 0]), []
+    for t in range(v.shape[1]):
+        h = h.clone()
+        h *= a[:, t]
+        h += v[:, t]
+        states.append(h)
+    return torch.stack(states, 1)
+
+
+def fused_product(a: Tensor, v: Tensor) -> Tensor:
+    h, states = v[:, 0].clone(), [v[:, 0]]
+    for t in range(1, v.shape[1]):
+        h = torch.addcmul(v[:, t], h, a[:, t])
+        states.append(h)
+    return torch.stack(states, 1)
+
+
+def views_of_a_sum(a: Tensor, v: Tensor) -> Tensor:
+    for t in range(1, v.shape[1]):
+        v[:, t].add_(v[:, t - 1] * a[:, t])
+    return v
+
+
+def views_in_two_steps(a: Tensor, v: Tensor) -> Tensor:
+    for t in range(1, v.shape[1]):
+        v[:, t] += v[:, t - 1] * a[:, t]
+    return v
+
+
+def copies_into_views(a: Tensor, v: Tensor) -> Tensor:
+    out, states = torch.zeros_like(v), out_of_place(a, v)
+    view = out.view(*out.shape[:2], 4, 4)
+    for t in range(v.shape[1]):
+        out[:, t].copy_(states[:, t])
+    return view.flatten(2)
+
+
+def written_behind_a_view(a: Tensor, v: Tensor) -> Tensor:
+    states = out_of_place(a, v) / 2
+    turned = states.transpose(1, 2)
+    states *= 2
+    turned.add_(turned)
+    return states / 2
+
+
+FORMS = (
+    in_place,
+    operators_in_place,
+    fused_product,
+    views_of_a_sum,
+    views_in_two_steps,
+    copies_into_views,
+    written_behind_a_view,
+)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_writes_in_place_are_the_functions_out_of_place(form: Callable[..., Tensor]) -> None:
+    torch.manual_seed(0)
+    reference, x = Gates(out_of_place), draw(2, 5, 16)
+    module = Gates(form)
+    module.load_state_dict(reference.state_dict())
+    expected, op = operator(reference, x), operator(module, x)
+    assert op.reconstruction_error() < LIMIT
+    for row in range(5):
+        assert relative_error(op.contributions(row), expected.contributions(row)) < LIMIT
+
+
+def test_a_write_that_autograd_does_not_see_is_refused() -> None:
+    def step(a: Tensor, v: Tensor) -> Tensor:
+        h = v.cumsum(1)
+        h.data.mul_(a)
+        return h
+
+    with pytest.raises(UncoveredError, match=r"'mul_' is not covered: it writes in place.*write it out of place"):
+        operator(Gates(step), draw(2, 5, 16))

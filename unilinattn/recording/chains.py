@@ -15,8 +15,8 @@ from unilinattn.mixers import Gather
 from unilinattn.operator.stages import Branch, Chain, Matrix, Mix, Scale, Stage, walk
 from unilinattn.recording import convolutions, elementwise, joins, linear, mixing, norms, spectral
 from unilinattn.recording.compilation import Compilation
-from unilinattn.recording.graph import Node
 from unilinattn.recording.layout import Carried, whole
+from unilinattn.recording.nodes import Node
 from unilinattn.recording.regrouping import by_row
 from unilinattn.recording.simplification import simplified
 

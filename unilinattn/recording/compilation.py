@@ -11,8 +11,8 @@ from torch.autograd import forward_ad
 from unilinattn.call.functions import meaning_of
 from unilinattn.errors import UncoveredError
 from unilinattn.operator.stages import Branch, Chain, Scale, run_adjoint
-from unilinattn.recording.graph import Node
 from unilinattn.recording.layout import Carried, whole
+from unilinattn.recording.nodes import Node
 from unilinattn.recording.values import Operand, Token
 from unilinattn.rules.functions import RECURRENT
 from unilinattn.rules.mixing_functions import MixingFunction

@@ -13,9 +13,9 @@ from torch.nn import functional
 from unilinattn.errors import UncoveredError
 from unilinattn.recording.compilation import Compilation, rule
 from unilinattn.recording.contraction import Product, contracted
-from unilinattn.recording.graph import Node
 from unilinattn.recording.joins import along, padded
 from unilinattn.recording.layout import Carried
+from unilinattn.recording.nodes import Node
 from unilinattn.recording.regrouping import summed
 
 TAPS = 128

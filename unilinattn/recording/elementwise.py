@@ -10,8 +10,8 @@ from torch.nn import functional
 from unilinattn.errors import UncoveredError
 from unilinattn.recording.compilation import Compilation, is_carried, rule
 from unilinattn.recording.convolutions import windows
-from unilinattn.recording.graph import Node, rank_of_product
 from unilinattn.recording.layout import Carried
+from unilinattn.recording.nodes import Node, rank_of_product
 from unilinattn.recording.regrouping import summed
 from unilinattn.recording.values import depends_on_mixed, factor_values
 from unilinattn.rules.functions import GATE, GATED_CONSTANT, HOMOGENEOUS, MOVING, SAME, SLOPES

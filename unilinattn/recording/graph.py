@@ -4,9 +4,8 @@ Nothing is computed beside the module's own values. What a function does to the 
 back, so that scores and gates, which are only frozen factors, cost no more than their values.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,79 +16,30 @@ from unilinattn.call.functions import meaning_of
 from unilinattn.call.nested import mapped, tensors
 from unilinattn.errors import UncoveredError
 from unilinattn.recording.complex_numbers import READING, Parts, complex_parts, is_complex, read_part
+from unilinattn.recording.nodes import Kind, Node, is_zero, kind_of, nodes_in, rank_of
+from unilinattn.recording.views import Views, constants_in, elements_of, key_of, order_in, same_elements, with_copy
 from unilinattn.rules.functions import (
     BLANK,
     COMPOSITE,
     CONSTANT,
     FACTORS,
-    GATE,
-    GATED_CONSTANT,
-    HOMOGENEOUS,
     LIKE,
-    LIMITS,
     NEW,
-    PRODUCTS,
-    SLOPES,
     WRITING,
     name_of,
     opened,
-    rank_of_sum,
 )
 from unilinattn.rules.mixing_functions import MixingFunction
 from unilinattn.rules.refusals import is_stopped_by_host
 
-Kind = Literal["carried", "factor"]
-"""Whether a tensor may be linear in the inputs, or depends on them in another way and is frozen."""
+_OUT_OF_PLACE = (
+    "it writes in place into memory that another tensor reads, through `.data`, `.detach()` or another view; "
+    "write it out of place, such as h = h * a instead of h.data.mul_(a)"
+)
+"""Why a write in place has no stages."""
 
 GRADIENTS = (torch.autograd.grad, Tensor.backward)
 """Functions that compute gradients."""
-
-LEVELS = ("sigmoid", "hardsigmoid", "log_sigmoid", "logsigmoid")
-"""Activations with f(0) != 0."""
-
-GATED = 0.5
-"""The rank of a product of a value and a gate: between a linear value and an activation."""
-
-TERMS: Mapping[str, Callable[..., Any]] = {
-    "mul": lambda x, other: [(x, other)],
-    "multiply": lambda x, other: [(x, other)],
-    "addcmul": lambda x, first, other: [(x,), (first, other)],
-    "lerp": lambda x, end, weight=None: [(x, weight), (end, weight)],
-}
-"""The factors of each term of a function's result."""
-
-
-@dataclass(eq=False)
-class Node:
-    """A tensor that depends on a module's inputs: the function that made it, and its arguments.
-
-    Attributes:
-        name: the function's name; "input" for an input of the module.
-        func: the function, without its in-place form.
-        args, kwargs: its arguments, with nodes in place of the tensors that have one.
-        value: the tensor.
-        kind: "factor" if the function's result is frozen.
-        rank: 0 for a tensor that is linear in the inputs, `GATED` for a gated one, 1 after an activation, `GATE` after
-            one with f(0) != 0, `GATED_CONSTANT` for a constant times such a gate.
-        item: the number of the tensor in the function's result, None if it is the result.
-        port: name of the input.
-        refusal: the reason for which a call of a mixing function has no stages, None if it has.
-    """
-
-    name: str
-    func: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    value: Tensor
-    kind: Kind
-    rank: int | float = 0
-    item: int | None = None
-    port: str = ""
-    refusal: str | None = None
-
-    def __repr__(self) -> str:
-        """Show the function and the shape."""
-        return f"{self.name}{tuple(self.value.shape)}"
 
 
 class Recording(TorchFunctionMode):
@@ -113,6 +63,11 @@ class Recording(TorchFunctionMode):
         self._parts: dict[int, tuple[Tensor, Parts]] = {}
         # A tensor that neither the module has nor a function made comes from elsewhere, perhaps from tokens.
         self._constants: dict[int, Tensor] = {id(t): t for t in (*module.parameters(), *module.buffers())}
+        self._views = Views()
+        # The nodes with a constant among their arguments, by its number.
+        self._users: dict[int, list[Node]] = {}
+        for tensor in self._constants.values():
+            self._views.enter(tensor)
         for tensor in tensors(factors):
             self._enter(Node("argument", None, (), {}, tensor, "factor"))
         for port, tensor in inputs.items():
@@ -120,13 +75,20 @@ class Recording(TorchFunctionMode):
 
     def node(self, value: Any) -> Node | None:
         """Return the node of a tensor, None for a constant."""
-        return self._nodes.get(id(value)) if isinstance(value, Tensor) else None
+        if not isinstance(value, Tensor):
+            return None
+        if self._views.is_stale(value):
+            self._read_again(value)
+        return self._nodes.get(id(value))
 
     def _enter(self, node: Node) -> None:
         if not (node.value.is_floating_point() or node.value.is_complex()):
             # A comparison or an index is a step of the inputs.
             node.kind = "factor"
         self._nodes[id(node.value)] = node
+        self._views.enter(node.value)
+        for constant in constants_in((node.args, node.kwargs)):
+            self._users.setdefault(id(constant), []).append(node)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the function, and record it if an argument depends on the inputs."""
@@ -153,6 +115,8 @@ class Recording(TorchFunctionMode):
                 self._keep(tensor)
             else:
                 self._enter(Node("attribute", None, (), {}, tensor, "factor"))
+        if func is Tensor.__setitem__ and self._is_in_place(args):
+            return func(*args, **kwargs)
         named, resolved = mapped((args, kwargs), self._resolve)
         if name in LIKE:
             # Of the other arguments only the shape or the dtype matters.
@@ -164,13 +128,13 @@ class Recording(TorchFunctionMode):
             called = (args[0], ..., written), {}
             name, in_place, named, resolved = "setitem", False, (torch.zeros_like(args[0]), ..., value), {}
         before = args[0] if (in_place or name == "setitem") and isinstance(args[0], Tensor) else None
-        if before is not None and (node := self.node(before)) is not None:
-            # Earlier functions read the value that is written over here.
-            node.value = before.clone()
+        base = None
+        if before is not None:
+            base, (named, resolved) = self._copied(before, (named, resolved))
         if meaning is not None:
             return self._mixed(func, meaning, args, kwargs, (named, resolved))
         # Of some arguments only the shape matters.
-        nodes = [] if name in NEW else list(_nodes_in((named, resolved)))
+        nodes = [] if name in NEW else list(nodes_in((named, resolved)))
         plain = (getattr(Tensor, name, None) or getattr(functional, name, func)) if in_place else func
         parts = self._complex(name, plain, *called) if nodes else None
         result = func(*args, **kwargs)
@@ -187,16 +151,20 @@ class Recording(TorchFunctionMode):
             if before is not None:
                 self._nodes.pop(id(before), None)
             self._keep(result if before is None else before)
+            if before is not None:
+                self._write_into(base, before, name)
             return result
-        kind: Kind = "factor" if name in FACTORS | CONSTANT else _kind(nodes)
+        kind: Kind = "factor" if name in FACTORS | CONSTANT else kind_of(nodes)
         resolved.pop("inplace", None)
-        rank = _rank(name, nodes, named)
+        rank = rank_of(name, nodes, named)
         target = before if before is not None else result
         if parts is not None:
             pairs = [parts] if isinstance(target, Tensor) else parts
             self._parts |= {id(t): (t, pair) for t, pair in zip(tensors(target), pairs, strict=True)}
         if isinstance(target, Tensor):
             self._enter(Node(name, plain, named, resolved, target, kind, rank))
+            if before is not None:
+                self._write_into(base, before, name)
         else:
             for item, tensor in enumerate(tensors(target)):
                 self._enter(Node(name, plain, named, resolved, tensor, kind, rank, item))
@@ -256,97 +224,84 @@ class Recording(TorchFunctionMode):
         return result
 
     def _resolve(self, tensor: Tensor) -> Any:
-        return self._nodes.get(id(tensor), tensor)
+        node = self.node(tensor)
+        return tensor if node is None else node
 
     def _keep(self, result: Any) -> None:
         for tensor in tensors(result):
             self._constants[id(tensor)] = tensor
+            self._views.enter(tensor)
 
-
-def is_zero(tensor: Tensor) -> bool:
-    """Tell whether all numbers are zero; those that are unknown, inside of `vmap` or without data, may be others."""
-    is_unknown = tensor.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-    return not is_unknown and not bool(tensor.any())
-
-
-def _nodes_in(value: Any) -> Iterator[Node]:
-    return (entry for entry in _entries(value) if isinstance(entry, Node))
-
-
-def _entries(value: Any) -> Iterator[Any]:
-    """Yield the objects in nested tuples, lists and mappings."""
-    if isinstance(value, (tuple, list)):
-        for entry in value:
-            yield from _entries(entry)
-    elif isinstance(value, Mapping):
-        yield from _entries(list(value.values()))
-    else:
-        yield value
-
-
-def _kind(nodes: list[Node]) -> Kind:
-    return "carried" if any(node.kind == "carried" for node in nodes) else "factor"
-
-
-def _adds_zero(args: tuple[Any, ...]) -> bool:
-    """Tell whether the constants among the arguments are zero, such as a first state."""
-    return all(isinstance(x, Node) or (isinstance(x, Tensor) and is_zero(x)) for x in args)
-
-
-def _rank(name: str, nodes: list[Node], args: tuple[Any, ...]) -> int | float:
-    """Return the rank of a function's result (see `Node.rank`)."""
-    ranks = [node.rank for node in nodes if node.kind == "carried"]
-    rank = rank_of_sum(ranks)
-    if name in HOMOGENEOUS:
-        return max(rank, 1)
-    if name in SLOPES:
-        return GATE if name in LEVELS else max(rank, int(name not in LIMITS))
-    if name in ("add", "sub", "rsub") and len(nodes) == 1 and _is_activation(nodes[0]) and not _adds_zero(args):
-        # An activation plus a constant, such as 1 + tanh, is one with f(0) != 0.
-        return GATE
-    if name in TERMS:
-        terms = [[x for x in factors if x is not None] for factors in TERMS[name](*args)]
-        return rank_of_sum(map(rank_of_product, filter(_carries, terms)))
-    if name not in PRODUCTS:
-        return rank
-    if name == "scaled_dot_product_attention" or len(ranks) < len(nodes):
-        # A sum over tokens with weights that depend on them activates none of its values.
-        return 0
-    if len(nodes) == 1:
-        # A first state of zeros stays zero.
-        return 0 if any(isinstance(x, Tensor) and is_zero(x) for x in _entries(args)) else rank
-    return min(rank, GATED)
-
-
-def _carries(factors: list[Any]) -> bool:
-    return any(isinstance(x, Node) and x.kind == "carried" for x in factors)
-
-
-def rank_of_product(factors: list[Any]) -> int | float:
-    """Return the rank of a product of one or two factors, 0 if none is carried."""
-    carried = [x for x in factors if isinstance(x, Node) and x.kind == "carried"]
-    ranks = [node.rank for node in carried]
-    if not carried:
-        return 0
-    if len(carried) == 1:
-        constants = [x for x in factors if isinstance(x, Tensor)]
-        if any(map(is_zero, constants)):
-            # A first state of zeros stays zero.
-            return 0
-        return GATED_CONSTANT if ranks[0] >= GATE and any(x.ndim for x in constants) else ranks[0]
-    sizes = [node.value.numel() for node in carried]
-    if sizes[0] != sizes[1]:
-        # A factor for many channels, such as a rate of writing, is no activation of each.
-        return ranks[sizes[0] < sizes[1]]
-    # A product with a gate, such as x sigmoid(x), is zero at zero again.
-    return GATE if min(ranks) >= GATE else min(max(ranks), GATED)
-
-
-def _is_activation(node: Node) -> bool:
-    """Tell whether a tensor is an activation of one value, perhaps times a constant, and no product of values."""
-    while node.name not in SLOPES | HOMOGENEOUS:
-        nodes = list(_nodes_in((node.args, node.kwargs)))
-        if len(nodes) != 1 or node.kind != "carried":
+    def _is_in_place(self, args: Any) -> bool:
+        """Tell whether a view is assigned to its own place, the second half of `x[:, t] += y`."""
+        target, place, value = args
+        keys = place if isinstance(place, tuple) else (place,)
+        if any(not isinstance(key, (int, slice)) and key is not Ellipsis for key in keys):
             return False
-        (node,) = nodes
-    return node.name not in LIMITS
+        with torch._C.DisableTorchFunction():
+            return isinstance(value, Tensor) and same_elements(target[place], value)
+
+    def _copied(self, target: Tensor, arguments: Any) -> tuple[tuple[Tensor, Any] | None, Any]:
+        """Copy the values in the memory of a tensor that is written over, which earlier functions read.
+
+        Returns the base of this memory and its node or its value, None if it is the tensor, and the arguments. A base
+        whose detached view is written has neither, since autograd does not see the write.
+        """
+        sharing = self._views.sharing(target)
+        base = self._views.base(target) if len(sharing) > 1 else target
+        origin = self._nodes.get(id(target))
+        is_detached = base is not target and origin is not None and origin.name in CONSTANT
+        value: Any = None if base is None else self._nodes.get(id(base))
+        for tensor in sharing:
+            node = self._nodes.get(id(tensor))
+            if node is not None:
+                if node.value is tensor:
+                    node.value = tensor.clone()
+                continue
+            users = self._users.pop(id(tensor), [])
+            if not users and tensor is not target and tensor is not base:
+                continue
+            copy = tensor.clone()
+            value = copy if tensor is base else value
+            arguments = with_copy(arguments, tensor, copy)
+            for user in users:
+                user.args, user.kwargs = with_copy((user.args, user.kwargs), tensor, copy)
+                self._users.setdefault(id(copy), []).append(user)
+        return None if base is None or base is target else (base, None if is_detached else value), arguments
+
+    def _write_into(self, base: tuple[Tensor, Any] | None, target: Tensor, name: str) -> None:
+        """Record the base of a memory after a write into a view of it."""
+        self._views.write(target)
+        if base is None:
+            return
+        tensor, old = base
+        value = self._nodes.get(id(target), target.clone())
+        nodes = list(nodes_in((old, value)))
+        if not nodes:
+            return
+        kind, rank = kind_of(nodes), rank_of("setitem", nodes, (old, value))
+        if old is not None and (key := key_of(target, tensor)) is not None:
+            self._enter(Node("setitem", Tensor.__setitem__, (old, key, value), {}, tensor, kind, rank))
+        elif old is not None and isinstance(value, Node) and (order := order_in(target, tensor)) is not None:
+            self._select(value, order, tensor)
+        else:
+            self._enter(Node(f"{name}_", None, (), {}, tensor, kind, rank, refusal=_OUT_OF_PLACE))
+
+    def _select(self, node: Node, elements: Tensor, tensor: Tensor) -> None:
+        """Record a tensor as elements of another one by their numbers."""
+        flat = Node("reshape", torch.reshape, (node, (-1,)), {}, node.value.reshape(-1), node.kind, node.rank)
+        self._enter(Node("getitem", Tensor.__getitem__, (flat, elements), {}, tensor, node.kind, node.rank))
+
+    def _read_again(self, tensor: Tensor) -> None:
+        """Record a tensor into whose memory another one has written, as a part of the base of the memory."""
+        base = self._views.base(tensor)
+        node = None if base is None else self._nodes.get(id(base))
+        if node is not None:
+            self._select(node, elements_of(tensor), tensor)
+            return
+        others = [self._nodes[id(other)] for other in self._views.sharing(tensor) if id(other) in self._nodes]
+        if base is None and others:
+            self._enter(Node("a write in place", None, (), {}, tensor, kind_of(others), refusal=_OUT_OF_PLACE))
+            return
+        self._nodes.pop(id(tensor), None)
+        self._keep(tensor)

@@ -13,8 +13,8 @@ from unilinattn.errors import UncoveredError
 from unilinattn.mixers import Gather
 from unilinattn.operator.stages import Matrix, Mix
 from unilinattn.recording.compilation import Compilation, is_carried, rule
-from unilinattn.recording.graph import Node
 from unilinattn.recording.layout import Carried
+from unilinattn.recording.nodes import Node
 from unilinattn.recording.regrouping import by_row, summed
 
 MOST_TERMS = 64

@@ -10,8 +10,8 @@ from unilinattn.errors import UncoveredError
 from unilinattn.operator.stages import Matrix
 from unilinattn.recording.compilation import Compilation, is_carried, rule
 from unilinattn.recording.contraction import Product, contracted, equation_letters, joined, matmul_letters
-from unilinattn.recording.graph import Node
 from unilinattn.recording.layout import Carried, added, with_last
+from unilinattn.recording.nodes import Node
 from unilinattn.recording.spectral import real_inverse
 from unilinattn.recording.values import summed_axes, values
 

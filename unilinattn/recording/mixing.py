@@ -12,8 +12,8 @@ from unilinattn.errors import UncoveredError
 from unilinattn.mixers import Substep
 from unilinattn.operator.stages import Branch, Chain, Matrix, Mix, Scale
 from unilinattn.recording.compilation import MIXING, Compilation, rule
-from unilinattn.recording.graph import Node
 from unilinattn.recording.layout import Carried, whole
+from unilinattn.recording.nodes import Node
 from unilinattn.rules.mixing_functions import Frame, MixingFunction, unflattened
 
 

@@ -11,8 +11,8 @@ from unilinattn.errors import UncoveredError
 from unilinattn.operator.stages import Center
 from unilinattn.recording.compilation import Compilation, rule
 from unilinattn.recording.contraction import Product, contracted, with_channels
-from unilinattn.recording.graph import Node
 from unilinattn.recording.layout import Carried, added
+from unilinattn.recording.nodes import Node
 
 
 @rule("layer_norm")

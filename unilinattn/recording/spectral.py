@@ -15,9 +15,9 @@ from unilinattn.mixers import Toeplitz
 from unilinattn.operator.stages import Mix
 from unilinattn.recording.compilation import Compilation, is_carried, rule
 from unilinattn.recording.contraction import Product, contracted, equation_letters
-from unilinattn.recording.graph import Node
 from unilinattn.recording.joins import padded
 from unilinattn.recording.layout import Carried
+from unilinattn.recording.nodes import Node
 
 NEW = 100
 """The letter of the axis of the convolution's results."""

@@ -8,7 +8,7 @@ import torch
 
 from unilinattn.call.functions import meaning_of
 from unilinattn.recording.contraction import Letters, equation_letters, matmul_letters
-from unilinattn.recording.graph import Node
+from unilinattn.recording.nodes import Node
 from unilinattn.rules.functions import GATE
 from unilinattn.rules.mixing_functions import MixingFunction
 
