@@ -10,6 +10,7 @@ from torch.nn import functional
 
 import unilinattn as ula
 from unilinattn.errors import InputError, UncoveredError
+from unilinattn.testing import randomize
 
 IDS = torch.tensor([[1, 2, 3, 4, 5]])
 
@@ -180,3 +181,18 @@ def test_a_cache_that_another_module_filled_is_refused_with_the_module_that_read
     }
     with pytest.raises(UncoveredError, match=r"model\.dit \(GemmaModel\) was given past_key_values"):
         ula.trace(model, inputs, progress=False)
+
+
+@pytest.mark.long
+def test_packed_positions_are_explained_as_the_call_reads_them() -> None:
+    """transformers finds packed sequences in the positions of a call without a cache only."""
+    sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=30)
+    model = randomize(transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))).eval()
+    packed = {"input_ids": torch.arange(8)[None], "position_ids": torch.arange(4).repeat(2)[None]}
+    for cached in ({}, {"use_cache": True}):
+        with pytest.raises(InputError, match="returns another output with a cache"):
+            ula.trace(model, packed | cached)
+    result = ula.explain(model, packed | {"use_cache": False}, method="logit", target=-1, progress=False)
+    assert not bool(result.scores[:, :4].any())
+    plain = {"input_ids": torch.arange(8)[None], "position_ids": torch.arange(8)[None], "use_cache": True}
+    assert not ula.trace(model, plain).warnings

@@ -18,6 +18,7 @@ from unilinattn.call.exactness import layer_tolerance
 from unilinattn.discovery.search import state_of
 from unilinattn.discovery.widened import is_low, widened
 from unilinattn.errors import InputError
+from unilinattn.host.fields import by_field
 from unilinattn.host.inputs import real_tokens
 from unilinattn.host.logits import logits_in
 from unilinattn.host.recorder import Recorder, main_tensor
@@ -28,6 +29,21 @@ CACHE_FLAG = "use_cache"
 
 _notes: "WeakKeyDictionary[nn.Module, tuple[object, tuple[str, ...]]]" = WeakKeyDictionary()
 """The key of the last comparison of each model, and its sentences."""
+
+
+def call_of(model: nn.Module, inputs: Any, arguments: Mapping[str, Any], *, opaque: bool) -> dict[str, Any]:
+    """Return the arguments of the user's call, with the cache that it fills where this may change the output.
+
+    A host with layers that have no adapter may compute something else with a cache, and one of transformers finds
+    packed sequences in the positions only without one.
+    """
+    named = by_field(inputs) if isinstance(inputs, Mapping) else {}
+    call = {name: value for name, value in arguments.items() if not named or name in named or name == CACHE_FLAG}
+    if CACHE_FLAG in call and CACHE_FLAG in named:
+        call[CACHE_FLAG] = named[CACHE_FLAG]
+    elif CACHE_FLAG in call and (opaque or "position_ids" in named):
+        call[CACHE_FLAG] = getattr(getattr(model, "config", None), CACHE_FLAG, False)
+    return call
 
 
 def compared_with_call(

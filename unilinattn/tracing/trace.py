@@ -20,7 +20,6 @@ from unilinattn.host.choices import choices_as_sequences
 from unilinattn.host.decoder import with_decoder_ids
 from unilinattn.host.draws import States, drawing, drawn_from, generator_states
 from unilinattn.host.explained import ExplainedLogit
-from unilinattn.host.fields import by_field
 from unilinattn.host.image import image_tokens, is_image, processed
 from unilinattn.host.inputs import host_arguments, token_ids
 from unilinattn.host.isolation import in_gradient_mode
@@ -31,7 +30,7 @@ from unilinattn.host.text import NO_TEXT, Text, encoded, is_text, tokenized
 from unilinattn.host.weights import Weights
 from unilinattn.host.wrappers import unwrapped
 from unilinattn.registry import ImageTokens
-from unilinattn.tracing.agreement import CACHE_FLAG, compared_with_call
+from unilinattn.tracing.agreement import call_of, compared_with_call
 from unilinattn.tracing.builder import LayerBuilder
 from unilinattn.tracing.gradient_cost import frozen_cost, gradient_cost
 from unilinattn.tracing.gradients import gradient_of, shared_gradient
@@ -312,12 +311,7 @@ def trace(
         if traced.draws is not None and is_whole and not depends_on_draws(model, arguments, traced.draws):
             traced.draws = None
         if is_whole:
-            named = {*(by_field(inputs) if isinstance(inputs, Mapping) else arguments), CACHE_FLAG}
-            call = {name: value for name, value in arguments.items() if name in named}
-            is_default = CACHE_FLAG in call and not (isinstance(inputs, Mapping) and CACHE_FLAG in inputs)
-            if is_default and recorder.opaque:
-                # A host without an adapter may compute something else with a cache, which it may fill by default.
-                call[CACHE_FLAG] = getattr(getattr(model, "config", None), CACHE_FLAG, False)
+            call = call_of(model, inputs, arguments, opaque=bool(recorder.opaque))
             traced.warnings = compared_with_call(model, call, arguments, output, seed)
         return traced
 
