@@ -92,7 +92,7 @@ def against_inputs(trace: Trace, against: Any, tokenizer: Any) -> list[Replaceme
 
 
 def replacements(
-    trace: Trace, tokenizer: Any, replaced: Any, replacement: Any, draws: int, seed: int
+    trace: Trace, tokenizer: Any, replaced: Any, replacement: Any, draws: Any, seed: Any
 ) -> list[Replacement]:
     """Return the spans of tokens with their replacements, of every sequence.
 
