@@ -63,7 +63,7 @@ def test_packed_sequences_are_segments(name: str) -> None:
     positions = packed(lengths, 2)
     # With a cache, the default, the host attends across segments.
     check_architecture(host.model(), {"input_ids": ids, "position_ids": positions, "use_cache": False})
-    layers = settled(model, {"input_ids": ids, "position_ids": positions})
+    layers = settled(model, {"input_ids": ids, "position_ids": positions, "use_cache": False})
     modules = dict(model.named_modules())
     apart = (positions == 0).cumsum(1)
     apart = apart[:, :, None] != apart[:, None, :]
@@ -83,7 +83,7 @@ def test_packed_sequences_are_segments(name: str) -> None:
 @pytest.mark.long
 def test_a_missing_reset_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     host = named("recurrent gemma")
-    inputs = {"input_ids": torch.arange(26).reshape(2, 13), "position_ids": packed((6, 7), 2)}
+    inputs = {"input_ids": torch.arange(26).reshape(2, 13), "position_ids": packed((6, 7), 2), "use_cache": False}
     constructor = DiagonalDecay.__init__
     monkeypatch.setattr(DiagonalDecay, "__init__", lambda *args, reset, **rest: constructor(*args, **rest))
     with pytest.raises(AssertionError, match="law 'reconstruction' does not hold"):

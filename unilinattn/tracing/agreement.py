@@ -39,10 +39,8 @@ def call_of(model: nn.Module, inputs: Any, arguments: Mapping[str, Any], *, opaq
     """
     named = by_field(inputs) if isinstance(inputs, Mapping) else {}
     call = {name: value for name, value in arguments.items() if not named or name in named or name == CACHE_FLAG}
-    if CACHE_FLAG in call and CACHE_FLAG in named:
-        call[CACHE_FLAG] = named[CACHE_FLAG]
-    elif CACHE_FLAG in call and (opaque or "position_ids" in named):
-        call[CACHE_FLAG] = getattr(getattr(model, "config", None), CACHE_FLAG, False)
+    if CACHE_FLAG in call and (opaque or "position_ids" in named):
+        call[CACHE_FLAG] = named.get(CACHE_FLAG, getattr(getattr(model, "config", None), CACHE_FLAG, False))
     return call
 
 
