@@ -93,13 +93,23 @@ def whisper() -> Any:
     return transformers.WhisperForConditionalGeneration(config)
 
 
+def speech_to_text() -> Any:
+    """An encoder whose positions are those of ids, a mask of its frames."""
+    sizes = dict(input_feat_per_channel=4, conv_channels=8, max_source_positions=40, max_target_positions=16)
+    return transformers.Speech2TextForConditionalGeneration(
+        transformers.Speech2TextConfig(**BART, **HEADS, **IDS, **sizes)
+    )
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("build", [t5, mvp, whisper])
+@pytest.mark.parametrize("build", [t5, mvp, whisper, speech_to_text])
 def test_labels_are_the_tokens_of_the_decoder(build: Callable[[], Any]) -> None:
     """Of labels the model makes its decoder's ids, whose part stood in the bias."""
     torch.manual_seed(0)
     model, labels = randomize(build().eval()), torch.tensor([[5, 7, 11, 3, 9]])
-    inputs = {"input_features": torch.randn(1, 4, 20)} if build is whisper else {"input_ids": TEXT[:, :6]}
+    inputs = {"input_ids": TEXT[:, :6]}
+    if build in (whisper, speech_to_text):
+        inputs = {"input_features": torch.randn(1, 4, 20) if build is whisper else torch.randn(1, 20, 4)}
     shifted = torch.tensor([[IDS["decoder_start_token_id"], 5, 7, 11, 3]])
     results = [
         ula.explain(model, {**inputs, **decoded}, method="logit", target=-1, progress=False)
