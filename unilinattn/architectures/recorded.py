@@ -153,8 +153,8 @@ def _stages(call: Call, single: Collection[str]) -> Flow:
     except Exception as error:
         raise UncoveredError(
             f"{_named(call)} ran inside the model, and raises {type(error).__name__} when it runs again: {error}. "
-            "If the model changes itself in its first call, as BigBird does for a short text, call it once before, or "
-            "set it up so (attention_type='original_full'); else register an adapter for this class."
+            "If the model changes itself in its first call, as BigBird does for a short text, call it once before the "
+            "trace; else register an adapter for this class."
         ) from error
     if recording.differentiates:
         raise UncoveredError(

@@ -2,6 +2,7 @@
 
 import warnings
 from dataclasses import replace
+from itertools import takewhile
 from math import log2
 from typing import Any
 
@@ -120,9 +121,9 @@ def only_zeros(result: Attribution) -> tuple[str, ...]:
 
 
 def equal_weights(result: Attribution, trace: Trace, target: Target | None) -> tuple[str, ...]:
-    """Return a warning if a recorded layer's map has equal weights, and the input decides factors outside of it.
+    """Return a warning if a recorded layer's map has equal weights, and its tokens are multiplied by factors before.
 
-    A loop over tokens, or a sum of products, weighs tokens by such factors. It reads one row of each layer's map.
+    So is code that sums the products of weights and values. It reads one row of each layer's map.
     """
     if result.scope not in ("core", "mixer"):
         return ()
@@ -133,16 +134,17 @@ def equal_weights(result: Attribution, trace: Trace, target: Target | None) -> t
     shown = ", ".join([*names[:3], *(["..."] if len(names) > 3 else [])])
     return (
         f"the maps of {len(names)} of {len(result.layers)} layers ({shown}) have equal weights for all tokens that are "
-        "read: the input weighs these by factors outside of the core, which the maps leave out. 'latim', 'alti' and "
-        "'lrp' count them.",
+        "read: factors before the core weigh these, and the maps leave them out. 'latim', 'alti' and 'lrp' count them.",
     )
 
 
 def _has_equal_weights(layer: Layer, trace: Trace, target: Target | None, scope: str) -> bool:
     op = layer.operator
-    stages = [stage for chain in op.chains.values() for stage in walk(chain)]
-    decides = any(isinstance(stage, Scale) and stage.role == "gate" and stage.scale.shape[1] > 1 for stage in stages)
-    if not decides or len(op.chains) > 1:
+    if len(op.chains) > 1:
+        return False
+    # Factors behind the core weigh no token that is read.
+    before = takewhile(lambda stage: not stage.mixes, next(iter(op.chains.values())))
+    if not any(isinstance(stage, Scale) and stage.scale.shape[1] > 1 for stage in walk(tuple(before))):
         return False
     row = op.rows(query_rows(trace, layer, -1 if target is None else target), scope=scope)
     read = row[row != 0]

@@ -199,7 +199,7 @@ class Freezing(TorchFunctionMode):
         return isinstance(tensor, Tensor) and tensor in self._stream
 
     def rank(self, tensor: Tensor) -> int | float:
-        """Return 0 for a tensor that is linear in the tokens, 1 after an activation, 2 after one with f(0) != 0."""
+        """Return 0 for a linear function of the tokens, 1 after an activation, `GATE` after one with f(0) != 0."""
         return self._ranks.get(tensor, 0) if tensor.requires_grad else 0
 
     def _ranked(self, result: Any, rank: int | float) -> Any:
