@@ -8,6 +8,7 @@ from torch import Tensor
 
 import unilinattn as ula
 from tests.methods.hosts import close, references, traced
+from tests.methods.refused import HOSTS
 from unilinattn.errors import ExactnessWarning
 from unilinattn.examples import TASKS, load
 from unilinattn.kernels.exponents import scaled_product, signed_root, times_power_of_two
@@ -66,6 +67,15 @@ def test_the_geometric_mean_of_a_shipped_model_does_not_underflow(target: int | 
         assert (scores != 0).sum() > scores.numel() / 3
     rollout = ula.explain(trace, method="rollout", heads="geometric-mean", target=target).scores
     assert rollout[..., -1, :-1].abs().max() > 0 if target is None else rollout[:, :-1].abs().max() > 0
+
+
+@pytest.mark.long
+def test_warnings_of_maps_read_layers_whose_tokens_are_pooled() -> None:
+    model, inputs = HOSTS["Hiera"]()
+    trace = ula.trace(model.eval(), inputs)
+    assert len({layer.output.shape[1] for layer in trace.layers}) > 1
+    scores = [ula.explain(trace, method="rollout", heads=heads).scores for heads in ("mean", "product")]
+    assert scores[0].shape == scores[1].shape and not scores[0].equal(scores[1])
 
 
 @pytest.mark.parametrize("heads", ["product", "geometric-mean"])

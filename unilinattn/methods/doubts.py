@@ -7,8 +7,10 @@ from math import log2
 from typing import Any
 
 import torch
+from jaxtyping import Int
+from torch import Tensor
 
-from unilinattn.errors import SinkWarning
+from unilinattn.errors import SinkWarning, UncoveredError
 from unilinattn.operator.edges import is_causal
 from unilinattn.operator.stages import Scale, walk
 from unilinattn.results.attribution import Attribution
@@ -146,16 +148,25 @@ def _has_equal_weights(layer: Layer, trace: Trace, target: Target | None, scope:
     before = takewhile(lambda stage: not stage.mixes, next(iter(op.chains.values())))
     if not any(isinstance(stage, Scale) and stage.scale.shape[1] > 1 for stage in walk(tuple(before))):
         return False
-    row = op.rows(query_rows(trace, layer, -1 if target is None else target), scope=scope)
+    row = op.rows(_example_rows(trace, layer, target), scope=scope)
     read = row[row != 0]
     return len(read) > 1 and bool((read == read[0]).all())
 
 
 def _log2_size(layer: Layer, trace: Trace, target: Target | None, scope: str) -> float | None:
     """Return log2 of the largest product in the row of the first sequence that underflows, None if none does."""
-    op, rows = only_port(layer), query_rows(trace, layer, -1 if target is None else target)
+    op, rows = only_port(layer), _example_rows(trace, layer, target)
     heads = op.num_heads(scope)
     largest = op.rows(rows, scope=scope, heads="geometric-mean").abs().amax((1, 2)).double()
     sizes = [heads * log2(value) for value in largest.tolist() if value > 0]
     limit = log2(torch.finfo(layer.output.dtype).tiny)
     return next((size for size in sizes if size < limit), None)
+
+
+def _example_rows(trace: Trace, layer: Layer, target: Target | None) -> Int[Tensor, "batch 1"]:
+    """Return one query of each sequence of a layer: the target's, or the last where a target counts other tokens."""
+    try:
+        return query_rows(trace, layer, -1 if target is None else target)
+    except UncoveredError:
+        batch, length = layer.output.shape[:2]
+        return torch.full((batch, 1), length - 1, device=layer.output.device)
