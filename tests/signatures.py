@@ -45,7 +45,8 @@ def sampled(*, typechecker: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def decorate(function: Any) -> Any:
         if not inspect.isfunction(function):
             return _jaxtyped(function, typechecker=typechecker)
-        if getattr(function, "__no_type_check__", False):
+        # The handler of all functions of torch takes any arguments, and is on the stack of the host.
+        if getattr(function, "__no_type_check__", False) or function.__name__ == "__torch_function__":
             return function
         # An inner function is decorated at every call of the outer one: all of them have the code in common.
         calls, checked = _calls.setdefault(function.__code__, [0, 1]), None

@@ -26,6 +26,8 @@ from unilinattn.operator.stages import Chain, Matrix, channel_groups, walk
 from unilinattn.recording.chains import chains_of, stored
 from unilinattn.recording.frozen_module import frozen_module
 from unilinattn.recording.graph import Recording
+from unilinattn.recording.keys import Key, called, keys_of
+from unilinattn.recording.nodes import Position
 from unilinattn.registry import register_architecture, visible_functions
 
 MANY = 64
@@ -148,7 +150,7 @@ def _stages(call: Call, single: Collection[str]) -> Flow:
         with torch.set_grad_enabled(is_live), plain_functions(module), visible_functions(module), recording:
             # Hooks of the module itself change what it returns, and the layer is its forward.
             positional, named = _positional(module, arguments)
-            returned = module.forward(*positional, **named)
+            returned = called(module, positional, named)
     # A host, and its kernels, may raise any error.
     except Exception as error:
         raise UncoveredError(
@@ -166,16 +168,18 @@ def _stages(call: Call, single: Collection[str]) -> Flow:
     if output is None or node is None:
         raise UncoveredError(f"{_named(call)}: its output does not depend on its inputs by functions of torch.")
     chains: Mapping[str, Chain] | None = None
+    with torch._C.DisableTorchFunction():
+        keys = keys_of(node)
     try:
         with torch._C.DisableTorchFunction():
-            chains = chains_of(node, call.input, call.axes, transposed=transposed)
+            chains = chains_of(node, call.input, call.axes, keys, transposed=transposed)
             chains = {port: stored(chain, _weights(call, module), call.input) for port, chain in chains.items()}
         reason = _without_map(chains, call.input)
     # A function may have arguments of a kind that its rule does not expect.
     except Exception as error:
         reason = str(error) if isinstance(error, UncoveredError) else f"its functions are no stages ({error})"
     if reason is not None and not is_live:
-        chains = _whole(call, module, arguments, inputs, factors, reason, transposed=transposed) or chains
+        chains = _whole(call, module, arguments, inputs, factors, reason, keys, transposed=transposed) or chains
     if chains is None:
         batch, length = call.input.shape[:2]
         square = (
@@ -227,6 +231,7 @@ def _whole(
     inputs: Mapping[str, Tensor],
     factors: Any,
     reason: str,
+    keys: Mapping[Position, Key],
     *,
     transposed: bool,
 ) -> Mapping[str, Chain] | None:
@@ -244,11 +249,11 @@ def _whole(
 
         positional, named = _positional(module, {name: mapped(value, entered) for name, value in arguments.items()})
         with plain_functions(module):
-            output = _main(module.forward(*positional, **named))
+            output = _main(called(module, positional, named))
         return None if output is None else _output(call, output, transposed=transposed)
 
     try:
-        return frozen_module(module, vectors, compute, factors, reason)
+        return frozen_module(module, vectors, compute, factors, reason, keys)
     # A host may raise any error, and the one of its functions tells more.
     except Exception:
         return None

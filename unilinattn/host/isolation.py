@@ -18,7 +18,7 @@ from torch.overrides import _get_current_function_mode_stack, _pop_mode
 from unilinattn import progress
 from unilinattn.call import attention_interface as interface
 from unilinattn.call.entries import Entries
-from unilinattn.errors import ModelStateError
+from unilinattn.errors import ModelStateError, UncoveredError
 
 Result = TypeVar("Result")
 Parameters = ParamSpec("Parameters")
@@ -106,7 +106,22 @@ def in_gradient_mode(enabled: bool, compute: Callable[[], Result]) -> Result:
             return run()
 
     outermost = outside_inference if torch.is_inference_mode_enabled() else run
+    if enabled:
+        return with_gradients(lambda: finished(outermost, lambda: torch.set_grad_enabled(before)))
     return finished(outermost, lambda: torch.set_grad_enabled(before))
+
+
+def with_gradients(compute: Callable[[], Result]) -> Result:
+    """Return `compute()`; raise `UncoveredError` if the model writes over what its gradient needs."""
+    try:
+        return compute()
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        raise UncoveredError(
+            "the model writes in place into a tensor that its gradient needs, so it has no gradient. Write out of "
+            "place, such as state = state * decay instead of state.mul_(decay)."
+        ) from error
 
 
 def runs_in_gradient_mode(enabled: bool) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from unilinattn.errors import ExactnessWarning, InputError, NonFiniteError, OptionError, UncoveredError, nearest
+from unilinattn.host.isolation import with_gradients
 from unilinattn.host.products import recorded_products
 from unilinattn.kernels.precision import full_precision
 from unilinattn.memory import max_memory as limited_to
@@ -224,7 +225,7 @@ def run_method(method: Method, trace: Trace, target: Target | None, options: Map
     Raises `NonFiniteError` if a score is NaN or infinite.
     """
     with full_precision():
-        result = method.function(trace, target=target, **options)
+        result = with_gradients(lambda: method.function(trace, target=target, **options))
         doubts = require_exact(layer for layer in trace.layers if layer.name in result.layers)
         _require_finite(result)
         zeros = head_underflow(result, trace, target) or only_zeros(result)

@@ -15,8 +15,9 @@ from unilinattn.mixers import Gather
 from unilinattn.operator.stages import Branch, Chain, Matrix, Mix, Scale, Stage, walk
 from unilinattn.recording import convolutions, elementwise, joins, linear, mixing, norms, spectral
 from unilinattn.recording.compilation import Compilation
+from unilinattn.recording.keys import Key
 from unilinattn.recording.layout import Carried, whole
-from unilinattn.recording.nodes import Node
+from unilinattn.recording.nodes import Node, Position
 from unilinattn.recording.regrouping import by_row
 from unilinattn.recording.simplification import simplified
 
@@ -27,19 +28,22 @@ RULES = (convolutions, elementwise, joins, linear, mixing, norms, spectral)
 """The modules that register the rules of functions."""
 
 
-def chains_of(node: Node, like: Tensor, axes: Axes, *, transposed: bool = False) -> Mapping[str, Chain]:
+def chains_of(
+    node: Node, like: Tensor, axes: Axes, keys: Mapping[Position, Key], *, transposed: bool = False
+) -> Mapping[str, Chain]:
     """Return the stages from each input to a module's output.
 
     Args:
         node: the output of a recorded run.
         like: a tensor of the operator's dtype and device.
         axes: the axes of channels.
+        keys: those of outer products, by the position of their calls.
         transposed: whether inputs are (token, batch, channel).
 
     Raises `UncoveredError` with the function that is no stage.
     """
     with _deep_recursion():
-        carried = Compilation(like, axes.inputs, transposed=transposed).value(node)
+        carried = Compilation(like, axes.inputs, transposed=transposed, keys=keys).value(node)
     carried = _by_token(carried.moved(carried.index.reshape(node.value.shape).movedim(axes.output, -1)))
     if not transposed and not torch.equal(carried.index.flatten(), whole(carried.shape, carried.index).flatten()):
         raise UncoveredError("values of a sequence are written into another sequence")

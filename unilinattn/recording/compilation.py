@@ -1,6 +1,6 @@
 """`Compilation`: the stages that compute a recorded tensor from a module's inputs, read from its functions."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,8 +11,9 @@ from torch.autograd import forward_ad
 from unilinattn.call.functions import meaning_of
 from unilinattn.errors import UncoveredError
 from unilinattn.operator.stages import Branch, Chain, Scale, run_adjoint
+from unilinattn.recording.keys import Key
 from unilinattn.recording.layout import Carried, whole
-from unilinattn.recording.nodes import Node
+from unilinattn.recording.nodes import Node, Position
 from unilinattn.recording.values import Operand, Token
 from unilinattn.rules.functions import RECURRENT
 from unilinattn.rules.mixing_functions import MixingFunction
@@ -46,13 +47,14 @@ class Compilation:
         like: a tensor of the operator's dtype and device.
         axis: the axis of channels of the inputs.
         transposed: whether inputs are (token, batch, channel).
+        keys: those of outer products, by the position of their calls.
 
     Attributes:
         like: a tensor without elements of the operator's dtype and device.
     """
 
-    def __init__(self, like: Tensor, axis: int, *, transposed: bool) -> None:
-        self.like, self._axis, self._transposed = like.new_empty(0), axis, transposed
+    def __init__(self, like: Tensor, axis: int, *, transposed: bool, keys: Mapping[Position, Key]) -> None:
+        self.like, self._axis, self._transposed, self._keys = like.new_empty(0), axis, transposed, keys
         self._values: dict[int, Carried] = {}
         self._counts: dict[Branch, int] = {}
 
@@ -119,9 +121,13 @@ class Compilation:
         """Return the value of a node, or a parameter itself, which a matrix may be a view of (see `chains.stored`)."""
         return value.detach() if isinstance(value, nn.Parameter) else self.number(value)
 
-    def operand(self, node: Node, summed: tuple[int, ...] = ()) -> Operand:
-        """Return a carried tensor as an operand of a product that sums over some of its axes."""
-        return Operand(node.rank, node.value.shape, summed, partial(self._tokens, node))
+    def operands(self, product: Node, terms: Mapping[int, Node], summed: Sequence[tuple[int, ...]]) -> list[Operand]:
+        """Return the carried operands of a product by their numbers, each with the axes over which it is summed."""
+        key, axes = self._keys.get(product.position, (-1, ()))
+        return [
+            Operand(term.rank, term.value.shape, summed[n], partial(self._tokens, term), axes if n == key else ())
+            for n, term in terms.items()
+        ]
 
     def _tokens(self, node: Node, element: int) -> frozenset[Token]:
         """Return the tokens that an element of a carried tensor comes from.

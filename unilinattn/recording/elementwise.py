@@ -105,12 +105,15 @@ def multiply(run: Compilation, node: Node, x: Any, other: Any) -> Carried:
         of_value = isinstance(factor, Node) and depends_on_mixed(factor, value)
         return run.scaled(run.value(value), factor, "gate", of_value=of_value)
     nodes = (x, other)
-    numbers = factor_values([run.operand(node) for node in nodes])
+    operands = run.operands(node, dict(enumerate(nodes)), ((), ()))
+    numbers = factor_values(operands)
     if len(numbers) > 1:
         halves = (run.scaled(run.value(nodes[n]), nodes[1 - n].value.detach() / 2, "gate") for n in numbers)
         return reduce(summed, halves)
     value, gate = nodes[numbers[0]], nodes[1 - numbers[0]]
-    return run.scaled(run.value(value), gate, "gate", of_value=depends_on_mixed(gate, value))
+    # A key is no gate that shares the relevance of its value.
+    factor = gate.value.detach() if operands[1 - numbers[0]].is_key else gate
+    return run.scaled(run.value(value), factor, "gate", of_value=depends_on_mixed(gate, value))
 
 
 @rule("addcmul")

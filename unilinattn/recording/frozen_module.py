@@ -4,7 +4,6 @@ The module's code runs once by the rules of `freezing`, which keep its graph. Th
 graph, and its bias the part of the output that comes from constants.
 """
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -21,7 +20,8 @@ from unilinattn.call.nested import mapped, tensors
 from unilinattn.call.parameters import constant_parameters
 from unilinattn.errors import UncoveredError
 from unilinattn.operator.stages import WHOLE, Chain, Stage
-from unilinattn.recording.nodes import GATED, is_zero
+from unilinattn.recording.keys import Key, position
+from unilinattn.recording.nodes import GATED, Position, is_zero
 from unilinattn.recording.values import Operand, Token, factor_values, summed_axes, values
 from unilinattn.rules.forms import FORMS, carried
 from unilinattn.rules.freezing import Freezing
@@ -84,6 +84,7 @@ def frozen_module(
     compute: Callable[[Mapping[str, Tensor]], Tensor | None],
     factors: Any,
     reason: str,
+    keys: Mapping[Position, Key],
 ) -> Mapping[str, Chain]:
     """Return a module's stage from each input that its output depends on.
 
@@ -93,13 +94,14 @@ def frozen_module(
         compute: runs the module on other vectors of the ports, and returns its output (batch, query, out).
         factors: further tensors that may depend on tokens, such as masks.
         reason: why the module has no other stages.
+        keys: those of outer products, by the position of their calls.
 
     Raises `UncoveredError` for a function without a rule or without a derivative, for a map that mixes the sequences of
     a batch, and for one whose output is another than the module's.
     """
     sources = {port: x.detach().clone().requires_grad_() for port, x in inputs.items()}
     with constant_parameters(module), torch.enable_grad(), forward_ad.dual_level():
-        with _LayerFreezing(module, tuple(sources.values()), factors):
+        with _LayerFreezing(module, tuple(sources.values()), factors, keys):
             output = compute({port: source.clone() for port, source in sources.items()})
         if output is None or not output.requires_grad:
             raise UncoveredError("its output does not depend on its inputs")
@@ -140,11 +142,14 @@ class _LayerFreezing(Freezing):
         module: the module, whose parameters and buffers are constants.
         sources: the leaves of the graph.
         factors: tensors that may depend on tokens.
+        keys: those of outer products, by the position of their calls.
     """
 
-    def __init__(self, module: nn.Module, sources: tuple[Tensor, ...], factors: Any) -> None:
+    def __init__(
+        self, module: nn.Module, sources: tuple[Tensor, ...], factors: Any, keys: Mapping[Position, Key]
+    ) -> None:
         super().__init__(lambda: type(module).__name__, lambda func, args, result: result)
-        self._sources = sources
+        self._sources, self._keys = sources, keys
         # The values of a product by where the code calls it: how often, the last choice, and how often in a row.
         self._choices: dict[object, tuple[int, list[int], int]] = {}
         self._made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -189,8 +194,7 @@ class _LayerFreezing(Freezing):
         if len(numbers) > 1:
             # Of a layer and its weights the input is the value.
             axes = summed_axes(func.__name__.strip("_"), args, [tensor.shape for tensor in operands])
-            carried = [self._operand(operands[n], axes[n]) for n in numbers]
-            last = 0 if name == "linear" else self._values(values, carried)[-1]
+            last = 0 if name == "linear" else self._values(values, {n: operands[n] for n in numbers}, axes)[-1]
             live = operands[numbers[last]]
             args, kwargs = _mapped_except(live, args), _mapped_except(live, kwargs)
         return super()._bilinear(name, func, args, kwargs)
@@ -206,7 +210,7 @@ class _LayerFreezing(Freezing):
             return result
         if x is other:
             return super()._product(name, func, x, other)
-        numbers = self._values(factor_values, [self._operand(x), self._operand(other)])
+        numbers = self._values(factor_values, {0: x, 1: other}, ((), ()))
         if len(numbers) > 1:
             return super()._product(name, func, x, other)
         live, frozen = (other, x) if numbers[0] else (x, other)
@@ -215,21 +219,29 @@ class _LayerFreezing(Freezing):
         rank = self.rank(live) if live.numel() > frozen.numel() else rank
         return self._ranked(super()._product(name, func, live, frozen.detach()), rank)
 
-    def _values(self, choose: Callable[[Sequence[Operand]], list[int]], operands: Sequence[Operand]) -> list[int]:
-        """Return the numbers of the operands that may be the value of a product.
+    def _values(
+        self,
+        choose: Callable[[Sequence[Operand]], list[int]],
+        terms: Mapping[int, Tensor],
+        summed: Sequence[tuple[int, ...]],
+    ) -> list[int]:
+        """Return which of the carried operands of a product, by their numbers, may be its value.
 
         A loop over tokens calls one product at each step, and a choice takes passes back through all earlier steps.
         """
-        call = choose, tuple((x.rank, len(x.shape), x.summed) for x in operands), _position()
+        at = position()
+        key, axes = self._keys.get(at, (-1, ()))
+        operands = [
+            Operand(self.rank(x), x.shape, summed[n], partial(self._tokens, x), axes if n == key else ())
+            for n, x in terms.items()
+        ]
+        call = choose, tuple((x.rank, len(x.shape), x.summed) for x in operands), at
         count, numbers, repeated = self._choices.get(call, (0, [], 0))
         if repeated < REPEATED or count.bit_count() == 1:
             before, numbers = numbers, choose(operands)
             repeated = repeated + 1 if numbers == before else 1
         self._choices[call] = count + 1, numbers, repeated
         return numbers
-
-    def _operand(self, tensor: Tensor, summed: tuple[int, ...] = ()) -> Operand:
-        return Operand(self.rank(tensor), tensor.shape, summed, partial(self._tokens, tensor))
 
     def _tokens(self, tensor: Tensor, element: int) -> frozenset[Token]:
         """Return the tokens that an element of a carried tensor comes from."""
@@ -239,15 +251,6 @@ class _LayerFreezing(Freezing):
             gradients = torch.autograd.grad(value, self._sources, retain_graph=True, allow_unused=True)
         images = ((str(n), g.abs().sum(2).nonzero()) for n, g in enumerate(gradients) if g is not None)
         return frozenset((port, *token) for port, image in images for token in image.tolist())
-
-
-def _position() -> tuple[object, ...]:
-    """Return which calls of the module's code are active: the code and the instruction of each."""
-    calls, frame = [], sys._getframe(1)
-    while frame is not None and frame.f_code is not frozen_module.__code__:
-        calls.append((frame.f_code, frame.f_lasti))
-        frame = frame.f_back  # type: ignore[assignment]
-    return tuple(calls)
 
 
 def _mapped_except(live: Tensor, value: Any) -> Any:

@@ -16,6 +16,7 @@ from unilinattn.call.functions import meaning_of
 from unilinattn.call.nested import mapped, tensors
 from unilinattn.errors import UncoveredError
 from unilinattn.recording.complex_numbers import READING, Parts, complex_parts, is_complex, read_part
+from unilinattn.recording.keys import OUTER, position
 from unilinattn.recording.nodes import Kind, Node, is_zero, kind_of, nodes_in, rank_of
 from unilinattn.recording.views import Views, constants_in, elements_of, key_of, order_in, same_elements, with_copy
 from unilinattn.rules.functions import (
@@ -162,7 +163,9 @@ class Recording(TorchFunctionMode):
             pairs = [parts] if isinstance(target, Tensor) else parts
             self._parts |= {id(t): (t, pair) for t, pair in zip(tensors(target), pairs, strict=True)}
         if isinstance(target, Tensor):
-            self._enter(Node(name, plain, named, resolved, target, kind, rank))
+            is_bilinear = name in OUTER and sum(node.kind == "carried" for node in nodes) > 1
+            at = position() if is_bilinear else ()
+            self._enter(Node(name, plain, named, resolved, target, kind, rank, position=at))
             if before is not None:
                 self._write_into(base, before, name)
         else:

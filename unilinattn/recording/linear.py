@@ -54,7 +54,7 @@ def einsum(run: Compilation, node: Node, equation: Any, *operands: Any) -> Carri
     terms = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], (tuple, list)) else list(operands)
     if not isinstance(equation, str):
         raise UncoveredError("einsum without an equation")
-    number = _value(run, "einsum", terms, (equation,))
+    number = _value(run, node, "einsum", terms, (equation,))
     value, others = terms[number], [_weights(run, term) for n, term in enumerate(terms) if n != number]
     names, out = equation_letters(equation, [run.number(term).shape for term in terms])
     of_value, of_others = names[number], [x for n, x in enumerate(names) if n != number]
@@ -214,17 +214,17 @@ def _along(carried: Carried, axis: int, matrix: Tensor, result: torch.Size) -> C
 def _product(run: Compilation, node: Node, x: Any, other: Any, letters: Any) -> Carried:
     """Multiply and sum two operands with the letters of both and of the result."""
     first, second, out = letters
-    if _value(run, "matmul", (x, other)):
+    if _value(run, node, "matmul", (x, other)):
         return contracted(run.value(other), _weights(run, x), Product(second, first, out), node.value.shape)
     return contracted(run.value(x), _weights(run, other), Product(first, second, out), node.value.shape)
 
 
-def _value(run: Compilation, name: str, terms: Sequence[Any], args: Sequence[Any] = ()) -> int:
+def _value(run: Compilation, node: Node, name: str, terms: Sequence[Any], args: Sequence[Any] = ()) -> int:
     """Return the number of the operand that is the value: of several that may be, the last one, as in q @ (k @ v)."""
     numbers = [n for n, term in enumerate(terms) if is_carried(term)]
     if len(numbers) > 1:
         axes = summed_axes(name, args, [run.number(term).shape for term in terms])
-        return numbers[values([run.operand(terms[n], axes[n]) for n in numbers])[-1]]
+        return numbers[values(run.operands(node, {n: terms[n] for n in numbers}, axes))[-1]]
     return numbers[0]
 
 

@@ -17,6 +17,9 @@ from unilinattn.rules.functions import (
     rank_of_sum,
 )
 
+Position = tuple[tuple[object, int], ...]
+"""The calls of a module's code that are active, each with the number of its instruction."""
+
 Kind = Literal["carried", "factor"]
 """Whether a tensor may be linear in the inputs, or depends on them in another way and is frozen."""
 
@@ -50,6 +53,7 @@ class Node:
         item: the number of the tensor in the function's result, None if it is the result.
         port: name of the input.
         refusal: the reason for which a call of a mixing function has no stages, None if it has.
+        position: where the module's code calls a product of several carried tensors, empty for other functions.
     """
 
     name: str
@@ -62,6 +66,7 @@ class Node:
     item: int | None = None
     port: str = ""
     refusal: str | None = None
+    position: Position = ()
 
     def __repr__(self) -> str:
         """Show the function and the shape."""

@@ -31,12 +31,15 @@ class Operand:
         shape: its shape.
         summed: the axes over which the product sums.
         tokens: returns the tokens that an element, numbered in the flattened operand, comes from.
+        read: of a key, the axes along which a later product sums, of a query, those along which this one does (see
+            `keys`).
     """
 
     rank: int | float
     shape: torch.Size
     summed: tuple[int, ...]
     tokens: Callable[[int], frozenset[Token]]
+    read: tuple[int, ...] = ()
 
     @property
     def reach(self) -> int:
@@ -46,9 +49,23 @@ class Operand:
 
     @property
     def is_summed_over_tokens(self) -> bool:
-        """Whether the product sums over tokens: its last element comes from others than the first one of that sum."""
+        """Whether the product sums over tokens."""
+        return self._has_tokens_along(self.summed)
+
+    @property
+    def is_key(self) -> bool:
+        """Whether a later product sums over this operand's channels, as that of a query with a state does."""
+        return bool(self.read) and self.read != self.summed and not self._has_tokens_along(self.read)
+
+    @property
+    def is_query(self) -> bool:
+        """Whether the product sums over this operand's channels and those of keys in a state."""
+        return bool(self.read) and self.read == self.summed
+
+    def _has_tokens_along(self, axes: tuple[int, ...]) -> bool:
+        """Tell whether the last element comes from other tokens than the first one along some axes."""
         last = [size - 1 for size in self.shape]
-        first = [0 if axis in self.summed else index for axis, index in enumerate(last)]
+        first = [0 if axis in axes else index for axis, index in enumerate(last)]
         return first != last and self.tokens(self._number(first)) != self.tokens(self._number(last))
 
     def _number(self, index: Sequence[int]) -> int:
@@ -61,17 +78,20 @@ class Operand:
 def values(operands: Sequence[Operand]) -> list[int]:
     """Return the numbers of the operands that may be the value of a product, in their order.
 
-    An activation with f(0) != 0, such as a sigmoid, is a gate. Where the product sums over tokens, as that of attention
-    weights with values does, the least activated operand is the value. Elsewhere, as in the product of a gate with the
-    output of a scan, it is the one that comes from most tokens, then the least activated one. Of a sum over channels,
-    as that of queries with a state, activations say nothing.
+    An activation with f(0) != 0, such as a sigmoid, is a gate, and a key is a weight. Where the product sums over
+    tokens, as that of attention weights with values does, the least activated operand is the value. Elsewhere, as in
+    the product of a gate with the output of a scan, it is the one that comes from most tokens, then the least activated
+    one. Of a sum over channels, as that of queries with a state, activations say nothing; a query is no value.
     """
     numbers = [n for n, operand in enumerate(operands) if operand.rank < GATE] or list(range(len(operands)))
+    if len(numbers) > 1:
+        numbers = [n for n in numbers if not operands[n].is_key] or numbers
     if len(numbers) > 1 and not any(operands[n].is_summed_over_tokens for n in numbers):
         reach = {n: operands[n].reach for n in numbers}
         numbers = [n for n in numbers if reach[n] == max(reach.values())]
         if any(operand.summed for operand in operands):
-            return numbers
+            # A state of one token comes from as many as its query.
+            return [n for n in numbers if not operands[n].is_query] or numbers
     rank = min(operands[n].rank for n in numbers)
     return [n for n in numbers if operands[n].rank == rank]
 
@@ -79,8 +99,8 @@ def values(operands: Sequence[Operand]) -> list[int]:
 def factor_values(operands: Sequence[Operand]) -> list[int]:
     """Return the numbers of the values of an elementwise product of two operands; of two, each is the other's gate.
 
-    An operand that is broadcast is a scale of the other one. Of an outer product, whose operands both are, such as that
-    of keys with values, the larger operand is the value, and of two of one size the last.
+    An operand that is broadcast is a scale of the other one. Of an outer product, whose operands both are, of which no
+    later product tells the key, the larger operand is the value, and of two of one size the last.
     """
     sizes = [operand.shape.numel() for operand in operands]
     outer = torch.broadcast_shapes(*(operand.shape for operand in operands)).numel() > max(sizes)

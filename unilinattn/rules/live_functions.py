@@ -85,7 +85,8 @@ class _Weighted(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, paths: Paths, share: str, scale: float) -> Tensor:
         ctx.paths, ctx.share, ctx.scale = paths, share, scale
         ctx.set_materialize_grads(False)
-        return x.view_as(x)
+        # A tensor that was written in place may be again, after the graph has saved it.
+        return x.clone() if x._version else x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:

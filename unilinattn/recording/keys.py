@@ -1,0 +1,254 @@
+"""The key of an outer product: the operand along whose axis a later product sums, as a query does with a state.
+
+Of v k^T and k v^T, the terms of states, only later functions tell which operand is the value.
+"""
+
+import math
+import sys
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import UInt8
+from torch import Tensor, nn
+
+from unilinattn.call.nested import tensors
+from unilinattn.errors import UncoveredError
+from unilinattn.recording.contraction import Letters, equation_letters, matmul_letters
+from unilinattn.recording.nodes import Node, Position, nodes_in
+from unilinattn.rules.functions import HOMOGENEOUS, JOINING, MOVING, SAME, SLOPES
+
+OUTER = ("mul", "multiply", "matmul", "rmatmul", "mm", "bmm", "addmm", "baddbmm", "addcmul", "einsum")
+"""Functions that may be the outer product of two tensors."""
+
+ELEMENTWISE = (
+    SAME
+    | SLOPES
+    | HOMOGENEOUS
+    | {
+        *("add", "sub", "subtract", "rsub", "mul", "multiply", "div", "divide", "true_divide", "addcmul", "lerp"),
+        *("where", "masked_fill", "neg", "negative", "cumsum", "addmm", "baddbmm", "tril", "triu"),
+    }
+)
+"""Functions whose result has the elements of an argument, changed, in the same places."""
+
+TRIES = 3
+"""Most outer products of one call in a loop of which is asked what reads them: the last state may have no reader."""
+
+Key = tuple[int, tuple[int, ...]]
+"""The number of an operand, and its axes along which a later product sums; of a query, along which this one does."""
+
+
+def called(module: nn.Module, positional: Sequence[Any], named: Mapping[str, Any]) -> Any:
+    """Return what a module's forward, without its hooks, returns; `position` counts calls from here on."""
+    return module.forward(*positional, **named)
+
+
+def position() -> Position:
+    """Return which calls of a module's code are active: the code and the instruction of each."""
+    calls: list[tuple[object, int]] = []
+    frame = sys._getframe(1)
+    while frame is not None and (frame.f_code.co_name != called.__name__ or frame.f_globals is not globals()):
+        if frame.f_code.co_name == "__torch_function__":
+            # The frames so far are those of the mode that handles the call.
+            calls.clear()
+        else:
+            calls.append((frame.f_code, frame.f_lasti))
+        frame = frame.f_back  # type: ignore[assignment]
+    return tuple(calls)
+
+
+def keys_of(output: Node) -> dict[Position, Key]:
+    """Return the keys of the outer products that a recorded output depends on, and the queries of those that read them.
+
+    They are found by the position of the products' calls.
+    """
+    users, products = _graph(output)
+    keys: dict[Position, Key] = {}
+    tries: Counter[Position] = Counter()
+    for node in products:
+        outer = _outer(node)
+        if outer is None or tries[node.position] == TRIES:
+            continue
+        tries[node.position] += 1
+        for number, reader, query in _readers(node, outer, users):
+            is_key = keys.setdefault(node.position, (number, outer[number].axes))[0] == number
+            if is_key and query is not None and reader.position:
+                keys.setdefault(reader.position, query)
+    return keys
+
+
+@dataclass(frozen=True)
+class _Separate:
+    """The axes of an operand of a product that the other operand lacks.
+
+    Attributes:
+        axes: their numbers in the operand.
+        out: their numbers in the result.
+    """
+
+    axes: tuple[int, ...]
+    out: tuple[int, ...]
+
+
+def _graph(output: Node) -> tuple[dict[int, list[Node]], list[Node]]:
+    """Return the nodes that read each node, by its number, and the products of two carried tensors.
+
+    Only nodes that the output depends on are among them.
+    """
+    users: dict[int, list[Node]] = defaultdict(list)
+    products, waiting, visited = [], [output], {id(output)}
+    while waiting:
+        node = waiting.pop()
+        if node.position:
+            products.append(node)
+        for read in nodes_in((node.args, node.kwargs)):
+            users[id(read)].append(node)
+            if id(read) not in visited:
+                visited.add(id(read))
+                waiting.append(read)
+    return users, products
+
+
+def _terms(node: Node) -> tuple[list[Any], list[Letters], Letters] | None:
+    """Return the operands of a product of two tensors, with a letter for each of their axes and of the result's."""
+    terms = list(node.args)
+    if node.name == "einsum" and isinstance(terms[0], str):
+        terms = list(terms[1]) if isinstance(terms[1], (list, tuple)) else terms[1:]
+    elif node.name in ("addmm", "baddbmm", "addcmul"):
+        terms = terms[1:]
+    elif node.name == "rmatmul":
+        terms.reverse()
+    if node.name not in OUTER or len(terms) != 2 or not all(isinstance(term, (Node, Tensor)) for term in terms):
+        return None
+    shapes = [(term.value if isinstance(term, Node) else term).shape for term in terms]
+    if isinstance(node.args[0], str):
+        with suppress(UncoveredError):
+            return terms, *equation_letters(node.args[0], shapes)
+        return None
+    if node.name in ("mul", "multiply", "addcmul"):
+        return terms, [tuple(range(-len(shape), 0)) for shape in shapes], tuple(range(-node.value.ndim, 0))
+    first, second, out = matmul_letters(*map(len, shapes))
+    return terms, [first, second], out
+
+
+def _outer(node: Node) -> list[_Separate] | None:
+    """Return the separate axes of both operands of an outer product, None for another one."""
+    product = _terms(node)
+    if product is None:
+        return None
+    terms, letters, out = product
+    shapes = [(term.value if isinstance(term, Node) else term).shape for term in terms]
+    # An axis of size 1 is broadcast.
+    wide = [{x for x, size in zip(*pair, strict=True) if size > 1} for pair in zip(letters, shapes, strict=True)]
+    separate: list[_Separate] = []
+    for names, others in zip(letters, wide[::-1], strict=True):
+        axes = [axis for axis, x in enumerate(names) if x in out and x not in others and x in wide[len(separate)]]
+        separate.append(_Separate(tuple(axes), tuple(out.index(names[axis]) for axis in axes)))
+    return separate if all(each.axes for each in separate) else None
+
+
+def _readers(
+    product: Node, outer: Sequence[_Separate], users: Mapping[int, list[Node]]
+) -> Iterator[tuple[int, Node, Key | None]]:
+    """Yield the number of the operand of an outer product along whose axes a later function sums, and that function.
+
+    The third item is its other operand, the query, None for a sum. Elements of the result are followed through later
+    functions by their indices along the axes of each operand.
+    """
+    waiting = deque([(product, [_indices(product.value, operand.out) for operand in outer])])
+    visited = {id(product)}
+    while waiting:
+        node, marks = waiting.popleft()
+        for user in users[id(node)]:
+            axes, query = _summed_axes(user, node)
+            varies = [any(_varies(mark, axis) for axis in axes) for mark in marks]
+            if sum(varies) == 1:
+                yield varies.index(True), user, query
+            followed = [] if any(varies) or id(user) in visited else [_followed(user, node, mark) for mark in marks]
+            visited.add(id(user))
+            known = [mark for mark in followed if mark is not None]
+            if len(known) == len(marks):
+                waiting.append((user, known))
+
+
+def _indices(tensor: Tensor, axes: Sequence[int]) -> UInt8[Tensor, "*axes"]:
+    """Return the index of each element of a tensor along some axes, as one number modulo a prime.
+
+    Neighbours differ, in an eighth of the memory of their numbers: scores of attention are outer products too.
+    """
+    shape = [size if axis in axes else 1 for axis, size in enumerate(tensor.shape)]
+    numbers = torch.arange(math.prod(shape), device=tensor.device) % 251
+    return numbers.to(torch.uint8).view(shape).expand(tensor.shape)
+
+
+def _varies(mark: UInt8[Tensor, "*axes"], axis: int) -> bool:
+    """Tell whether marks change along an axis."""
+    size = mark.shape[axis]
+    return mark.stride(axis) != 0 and bool((mark.narrow(axis, 1, size - 1) != mark.narrow(axis, 0, size - 1)).any())
+
+
+def _summed_axes(user: Node, node: Node) -> tuple[tuple[int, ...], Key | None]:
+    """Return the axes of a tensor along which a function sums it, or its product with another one from tokens.
+
+    The second item is this other operand, with the axes along which it is summed.
+    """
+    if user.name in ("sum", "mean"):
+        dim = user.kwargs.get("dim", user.kwargs.get("axis", user.args[1] if len(user.args) > 1 else None))
+        count = node.value.ndim
+        dims = range(count) if dim is None else (dim,) if isinstance(dim, int) else dim
+        return tuple(axis % count for axis in dims), None
+    product = _terms(user)
+    if product is None or not all(isinstance(term, Node) for term in product[0]):
+        return (), None
+    terms, letters, out = product
+    summed = [tuple(axis for axis, x in enumerate(names) if x not in out) for names in letters]
+    number = next((n for n, term in enumerate(terms) if term is node), None)
+    return ((), None) if number is None else (summed[number], (1 - number, summed[1 - number]))
+
+
+def _followed(user: Node, node: Node, mark: UInt8[Tensor, "*node"]) -> UInt8[Tensor, "*user"] | None:
+    """Return the marks of a tensor's elements in the result of a function, None for one that moves them unknown."""
+    terms, letters, out = _terms(user) or ([], [], ())
+    names = next((names for term, names in zip(terms, letters, strict=True) if term is node), None)
+    if names is not None:
+        if not set(names) <= set(out):
+            return None
+        shape = [size if x in names else 1 for x, size in zip(out, user.value.shape, strict=True)]
+        return mark.permute([names.index(x) for x in out if x in names]).reshape(shape).expand(user.value.shape)
+    if user.name in ELEMENTWISE:
+        with suppress(RuntimeError):
+            return mark.expand(user.value.shape)
+        return None
+    if user.name not in MOVING | JOINING | {"setitem"}:
+        return None
+
+    def marked(value: Any) -> Any:
+        if value is node:
+            return mark
+        value = value.value if isinstance(value, Node) else value
+        is_number = isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+        return torch.zeros_like(value, dtype=mark.dtype) if is_number else value
+
+    # A function may take no numbers.
+    with suppress(Exception):
+        arguments, named = _mapped((user.args, user.kwargs), marked)
+        if user.name == "setitem":
+            target = arguments[0].clone()
+            target[arguments[1]] = arguments[2]
+            return target
+        result = user.func(*arguments, **named)
+        return result if user.item is None else list(tensors(result))[user.item]
+    return None
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Apply a function to the entries of nested arguments, nodes among them."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(_mapped(entry, change) for entry in value)
+    if isinstance(value, dict):
+        return {name: _mapped(entry, change) for name, entry in value.items()}
+    return change(value)
