@@ -5,13 +5,19 @@ from collections.abc import Callable
 
 import pytest
 import torch
+
+# A first trace imports it, and it imports packages that add filters of warnings.
+import transformers.modeling_utils  # noqa: F401
 from torch import Tensor, nn
 
 from tests.tracing.models import WIDTH, Block, Model, added, ids
-from unilinattn import through_operators, trace
+from unilinattn import register_architecture, registry, through_operators, trace
+from unilinattn.call import Call
 from unilinattn.errors import ModelStateError
 from unilinattn.host.module_calls import first_tensor
+from unilinattn.mixers import Dense
 from unilinattn.models import S4D
+from unilinattn.operator.flow import Flow
 from unilinattn.testing import LawViolation, left_as_found, relative_error
 from unilinattn.testing.hosts import host
 
@@ -55,6 +61,29 @@ def test_recording_a_module_leaves_no_table_in_it() -> None:
     with left_as_found(model):
         (layer,) = trace(model, ids()).layers
     assert layer.architecture == "recorded" and model.blocks[0].mixer.weights is None
+
+
+def test_a_check_of_an_adapter_that_runs_its_module_leaves_no_table_in_it() -> None:
+    with registry.overridden():
+
+        class Checked(Remembering):
+            pass
+
+        def run(call: Call) -> None:
+            call.module(call.input)
+
+        @register_architecture(f"{__name__}.{Checked.__qualname__}", name="checked", kind="mean", check=run)
+        def mean(call: Call) -> Flow:
+            """A mean of earlier tokens."""
+            length = call.input.shape[1]
+            weights = torch.ones(length, length).tril() / torch.arange(1, length + 1)[:, None]
+            return Flow(call.input).core(Dense(weights.expand(len(call.input), 1, -1, -1)))
+
+        model = Model(Block(added, Checked()))
+        with left_as_found(model):
+            (layer,) = trace(model, ids()).layers
+        assert layer.architecture == "checked" and layer.operator.reconstruction_error() < 1e-6
+        assert model.blocks[0].mixer.weights is None
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])

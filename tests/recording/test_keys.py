@@ -138,6 +138,16 @@ def test_the_order_of_an_outer_product_does_not_decide_which_operand_is_its_valu
         assert relative_error(actual, expected) < 1e-12, method
 
 
+@pytest.mark.parametrize("form", ["k v, multiplied", "v k, multiplied", "v k, matmul", "v k, in place"])
+def test_keys_share_no_relevance_of_their_values(form: str) -> None:
+    """In two layers, shares of keys would flow to other tokens than those of values."""
+    model = Model(nn.Sequential(Layer(form, WIDTH), Layer(form, WIDTH))).eval().double()
+    ids = torch.randint(20, (2, 5), generator=torch.Generator().manual_seed(1))
+    trace = ula.trace(model, ids, progress=False)
+    lrp, logit = (ula.explain(trace, method=name, target=-1, logit=3).scores for name in ("lrp", "logit"))
+    assert relative_error(lrp, logit) < 1e-12
+
+
 def test_a_state_that_is_written_in_place_has_relevances_and_no_gradient() -> None:
     ids = torch.randint(20, (1, 5), generator=torch.Generator().manual_seed(1))
     traces = [

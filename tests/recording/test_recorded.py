@@ -158,6 +158,30 @@ def test_a_weight_that_is_transformed_after_the_softmax_is_that_of_the_core() ->
     assert relative_error(op.matrix("core", heads=None), weights) < LIMIT
 
 
+class GatedAttention(nn.Module):
+    """Attention over activated values, times an activated gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.gate = nn.Linear(6, 18, bias=False), nn.Linear(6, 6, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).chunk(3, -1)
+        mixed = functional.scaled_dot_product_attention(query, key, functional.silu(value), is_causal=True)
+        return mixed * functional.silu(self.gate(x))
+
+
+@pytest.mark.parametrize("length", [1, 4])
+def test_the_mixed_values_of_one_token_are_no_gate(length: int) -> None:
+    module, x, probe = GatedAttention(), draw(2, length, 6), draw(2, length, 6, seed=1)
+    op = operator(module, x)
+    query, key, value = module.qkv(x).chunk(3, -1)
+    # The frozen slope of SiLU is the sigmoid.
+    values = module.qkv(probe).chunk(3, -1)[2] * torch.sigmoid(value)
+    mixed = functional.scaled_dot_product_attention(query, key, values, is_causal=True)
+    assert relative_error(op.apply(probe), mixed * functional.silu(module.gate(x))) < LIMIT
+
+
 def test_later_changes_of_the_weights_are_refused_and_do_not_reach_a_copy_of_the_operator() -> None:
     module = modules.Batched()
     op = operator(module, x := draw(2, 7, 16))

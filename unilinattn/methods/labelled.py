@@ -9,7 +9,7 @@ from typing import Any
 from unilinattn.errors import InputError
 from unilinattn.host.inputs import is_ids
 from unilinattn.host.labels import labels_of_ids
-from unilinattn.methods.targets import explained_kind, logit_names
+from unilinattn.methods.targets import explained_kind, explains_sequence, logit_names
 from unilinattn.results.attribution import Attribution
 from unilinattn.tracing.tokens import first_of_ids
 from unilinattn.tracing.trace import Trace
@@ -31,6 +31,7 @@ def with_labels(
     tokens = tokenizer if tokens is None else tokens
     labels: dict[str, Any] = {}
     if "logit" in result.options and "query" not in result.dims:
+        labels["pooled"] = explains_sequence(trace, result.options["logit"])
         labels["logit_kind"] = explained_kind(trace, result.options["logit"])
         labels["logit_names"] = logit_names(trace, result.options["logit"], result.options.get("target"), tokenizer)
     keys = result.streams.get("key") or _stream_of_layers(result, trace)

@@ -17,6 +17,7 @@ from unilinattn.host.scalars import OutputScalar, PairSimilarity, RowLogit, Vect
 from unilinattn.host.text import token_id
 from unilinattn.host.vectors import at_path, pair_table, vectors_in
 from unilinattn.options.base import Need
+from unilinattn.options.bases import VECTOR_OF_TOKEN
 from unilinattn.registry import Method
 from unilinattn.reruns.separate import is_separate, require_pairs, require_separate
 from unilinattn.tracing.trace import Target, Trace
@@ -189,6 +190,13 @@ def logit_names(trace: Trace, logit: Any, target: Any, tokenizer: Any) -> list[l
     else:
         return None
     return [[classes[index] if classes else token_text(tokenizer, index) for index in row] for row in ids.tolist()]
+
+
+def explains_sequence(trace: Trace, logit: Any) -> bool:
+    """Whether the option `logit` names one number of each sequence, such as the logit of its class or a function."""
+    if isinstance(logit, str):
+        return not logit.startswith(VECTOR_OF_TOKEN)
+    return trace.explained_logit.exists and trace.explained_logit.logits.ndim == 2
 
 
 def explained_kind(trace: Trace, logit: Any) -> LogitKind | None:

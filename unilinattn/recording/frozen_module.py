@@ -21,7 +21,7 @@ from unilinattn.call.parameters import constant_parameters
 from unilinattn.errors import UncoveredError
 from unilinattn.operator.stages import WHOLE, Chain, Stage
 from unilinattn.recording.keys import Key, position
-from unilinattn.recording.nodes import GATED, Position, is_zero
+from unilinattn.recording.nodes import ATTENTION, GATED, Position, is_zero
 from unilinattn.recording.values import Operand, Token, factor_values, summed_axes, values
 from unilinattn.rules.forms import FORMS, carried
 from unilinattn.rules.freezing import Freezing
@@ -173,12 +173,13 @@ class _LayerFreezing(Freezing):
         operands = list(tensors((args, kwargs)))
         rank = rank_of_sum(self.rank(tensor) for tensor in operands if tensor.requires_grad)
         result = super()._apply(name, func, args, kwargs)
-        if name in PRODUCTS:
-            constant = [tensor for tensor in operands if not tensor.requires_grad]
+        constant = [tensor for tensor in operands if not tensor.requires_grad]
+        is_sum = name in PRODUCTS and any(tensor in self._factors or is_zero(tensor) for tensor in constant)
+        if is_sum or name == ATTENTION:
             # A sum over tokens with weights that depend on them activates none of its values.
-            is_sum = name == "scaled_dot_product_attention"
-            is_sum = is_sum or any(tensor in self._factors or is_zero(tensor) for tensor in constant)
-            rank = 0 if is_sum else rank if len(operands) == len(constant) + 1 else min(rank, GATED)
+            rank = 0
+        elif name in PRODUCTS and len(operands) > len(constant) + 1:
+            rank = min(rank, GATED)
         return self._ranked(result, rank) if name in PRODUCTS or name in AFFINE or name in FORMS else result
 
     def _without_gated_constants(self, terms: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -29,6 +29,9 @@ LEVELS = ("sigmoid", "hardsigmoid", "log_sigmoid", "logsigmoid")
 GATED = 0.5
 """The rank of a product of a value and a gate: between a linear value and an activation."""
 
+ATTENTION = "scaled_dot_product_attention"
+"""The name of torch's function of attention."""
+
 TERMS: Mapping[str, Callable[..., Any]] = {
     "mul": lambda x, other: [(x, other)],
     "multiply": lambda x, other: [(x, other)],
@@ -119,11 +122,11 @@ def rank_of(name: str, nodes: list[Node], args: tuple[Any, ...]) -> int | float:
     if name in TERMS:
         terms = [[x for x in factors if x is not None] for factors in TERMS[name](*args)]
         return rank_of_sum(map(rank_of_product, filter(_carries, terms)))
-    if name not in PRODUCTS:
-        return rank
-    if name == "scaled_dot_product_attention" or len(ranks) < len(nodes):
+    if name == ATTENTION or (name in PRODUCTS and len(ranks) < len(nodes)):
         # A sum over tokens with weights that depend on them activates none of its values.
         return 0
+    if name not in PRODUCTS:
+        return rank
     if len(nodes) == 1:
         # A first state of zeros stays zero.
         return 0 if any(isinstance(x, Tensor) and is_zero(x) for x in _entries(args)) else rank

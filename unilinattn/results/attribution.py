@@ -50,6 +50,7 @@ class Attribution(Scores):
             for the difference of two. Set where a tokenizer or the model's `config.id2label` names it.
         logit_kind: "class" for a class of a softmax, "label" for one of several labels with a sigmoid each, "output"
             for a number of a regression; None for a token and for results that explain no logit.
+        pooled: whether the explained number is one of the whole sequence, such as the logit of its class.
         grid: (rows, columns) of an image's patches.
         patches: the keys of the patches, row by row, for vision models that are registered; an image's heat map is
             `scores[..., result.patches].reshape(*leading, *result.grid)`.

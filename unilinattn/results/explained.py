@@ -66,15 +66,10 @@ def explained_clause(result: Scores, batch: int = 0, quote: Quote = quoted) -> s
     where = _where(result, single, batch, quote)
     if "logit" not in result.options:
         return f"scores of the keys {where}" if where else ""
-    choice, value = result.options["logit"], single.extras.get("logit")
+    choice = result.options["logit"]
     names = [""] * 2 if single.logit_names is None else [f" {quote(name)}" for name in single.logit_names[0]]
     unit = result.logit_kind or ("token" if result.grid is None else "class")
-    if (
-        result.grid is not None
-        and value is not None
-        and target_key(result, batch, _count(single)) not in (result.cls or ())
-    ):
-        # The logits of classes have no position.
+    if result.pooled and target_key(result, batch, _count(single)) not in (result.cls or ()):
         where = ""
     kind = number_name(result)
     subject = f"the {kind} of the model's prediction{names[0]}"

@@ -51,6 +51,7 @@ class Header(BaseModel):
     streams: dict[Literal["query", "key"], dict[Text, int]] = {}
     logit_names: tuple[tuple[Text, ...], ...] | None = None
     logit_kind: Literal["class", "label", "output"] | None = None
+    pooled: bool = False
     grid: tuple[int, int] | None
     patches: tuple[int, ...] | None = None
     cls: tuple[int, ...] | None = None

@@ -53,6 +53,7 @@ class Scores:
     streams: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     logit_names: Sequence[Sequence[str]] | None = None
     logit_kind: Literal["class", "label", "output"] | None = None
+    pooled: bool = False
     grid: tuple[int, int] | None = None
     patches: Sequence[int] | None = None
     cls: Sequence[int] | None = None
