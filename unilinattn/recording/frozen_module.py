@@ -21,11 +21,11 @@ from unilinattn.call.parameters import constant_parameters
 from unilinattn.errors import UncoveredError
 from unilinattn.operator.stages import WHOLE, Chain, Stage
 from unilinattn.recording.keys import Key, position
-from unilinattn.recording.nodes import ATTENTION, GATED, Position, is_zero
+from unilinattn.recording.nodes import ATTENTION, GATED, OF_ONE_VALUE, SUMS, Position, is_zero
 from unilinattn.recording.values import Operand, Token, factor_values, summed_axes, values
 from unilinattn.rules.forms import FORMS, carried
 from unilinattn.rules.freezing import Freezing
-from unilinattn.rules.functions import AFFINE, GATE, GATED_CONSTANT, PRODUCTS, rank_of_sum
+from unilinattn.rules.functions import AFFINE, GATE, GATED_CONSTANT, LINEAR, PRODUCTS, rank_of_sum
 
 REPEATED = 3
 """Number of equal choices of the value at one call in a loop after which only every power of two of them is made."""
@@ -153,6 +153,8 @@ class _LayerFreezing(Freezing):
         # The values of a product by where the code calls it: how often, the last choice, and how often in a row.
         self._choices: dict[object, tuple[int, list[int], int]] = {}
         self._made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        # Sums of several values, such as a mean over tokens.
+        self._several: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         for tensor in (*module.parameters(), *module.buffers()):
             self._made[tensor] = True
         for tensor in tensors(factors):
@@ -169,18 +171,24 @@ class _LayerFreezing(Freezing):
         return result
 
     def _apply(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        args = self._without_gated_constants(args) if name in ("add", "sub", "subtract", "rsub", "where") else args
+        args = self._without_gated_constants(args) if name in (*SUMS, "where") else args
         operands = list(tensors((args, kwargs)))
         rank = rank_of_sum(self.rank(tensor) for tensor in operands if tensor.requires_grad)
         result = super()._apply(name, func, args, kwargs)
         constant = [tensor for tensor in operands if not tensor.requires_grad]
-        is_sum = name in PRODUCTS and any(tensor in self._factors or is_zero(tensor) for tensor in constant)
-        if is_sum or name == ATTENTION:
+        weighs = name in PRODUCTS and any(tensor in self._factors or is_zero(tensor) for tensor in constant)
+        if weighs or name == ATTENTION:
             # A sum over tokens with weights that depend on them activates none of its values.
             rank = 0
         elif name in PRODUCTS and len(operands) > len(constant) + 1:
             rank = min(rank, GATED)
-        return self._ranked(result, rank) if name in PRODUCTS or name in AFFINE or name in FORMS else result
+        is_linear = name in PRODUCTS or name in AFFINE or name in FORMS
+        several = any(x in self._several for x in operands) if name in OF_ONE_VALUE else is_linear or name in LINEAR
+        if several:
+            for tensor in tensors(result):
+                self._several[tensor] = True
+        # A sum of several activations plus a constant is no activation of one value.
+        return self._ranked(result, rank) if is_linear or (several and name in SUMS) else result
 
     def _without_gated_constants(self, terms: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the terms of a sum; beside values a gate times a constant is the constant that it leaves."""

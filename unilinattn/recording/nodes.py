@@ -12,7 +12,9 @@ from unilinattn.rules.functions import (
     GATED_CONSTANT,
     HOMOGENEOUS,
     LIMITS,
+    MOVING,
     PRODUCTS,
+    SAME,
     SLOPES,
     rank_of_sum,
 )
@@ -28,6 +30,11 @@ LEVELS = ("sigmoid", "hardsigmoid", "log_sigmoid", "logsigmoid")
 
 GATED = 0.5
 """The rank of a product of a value and a gate: between a linear value and an activation."""
+
+SUMS = ("add", "sub", "subtract", "rsub")
+
+OF_ONE_VALUE = SAME | MOVING | {*SUMS, "mul", "multiply", "div", "divide", "true_divide", "neg", "negative"}
+"""Functions each number of whose result is one number of a tensor, perhaps times or plus a constant."""
 
 ATTENTION = "scaled_dot_product_attention"
 """The name of torch's function of attention."""
@@ -158,10 +165,10 @@ def rank_of_product(factors: list[Any]) -> int | float:
 
 
 def _is_activation(node: Node) -> bool:
-    """Tell whether a tensor is an activation of one value, perhaps times a constant, and no product of values."""
+    """Tell whether each number is an activation of one value, perhaps times a constant, and no sum of several."""
     while node.name not in SLOPES | HOMOGENEOUS:
         nodes = list(nodes_in((node.args, node.kwargs)))
-        if len(nodes) != 1 or node.kind != "carried":
+        if len(nodes) != 1 or node.kind != "carried" or node.name not in OF_ONE_VALUE:
             return False
         (node,) = nodes
     return node.name not in LIMITS
