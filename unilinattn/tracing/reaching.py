@@ -39,7 +39,13 @@ class Source:
 
 
 STRUCTURE = ("mask", "position", "type", "label", "size", "shape", "length", "grid", "thw", "index", "indices", "ratio")
-"""Words in the names of whole numbers that say where and how large an input is, but not what it is."""
+"""Parts of the names of whole numbers that say where and how large an input is, but not what it is."""
+
+STRUCTURE_WORDS = frozenset(
+    "pos bbox box boxes xpath alignment lang langs language languages speaker seg segment segments turn turns time "
+    "timestep timesteps step steps".split()
+)
+"""Words between underscores that say so too."""
 
 ROUNDING = 1000
 """Largest change of the numbers of a host that repeats them inexactly, in units of the machine epsilon."""
@@ -107,21 +113,27 @@ def are_alone(
 def _is_content(name: str, value: Any, shapes: Collection[tuple[int, ...]]) -> bool:
     """Tell whether an argument may carry content: numbers or codes, but no mask, no size and no place of a token.
 
-    `shapes` are (batch, length) of tokens; whole numbers for each of them say where it is, or of which type.
+    `shapes` are (batch, length) of tokens; places are whole numbers that count each of them.
     """
     arrays = [t for t in tensors(value) if t.numel()]
     if not arrays:
         return False
     if any(t.is_floating_point() or t.is_complex() for t in arrays):
         return not ("mask" in name and all(map(_is_mask, arrays)))
-    if any(word in name for word in STRUCTURE) or all(t.ndim < 2 or t.dtype == torch.bool for t in arrays):
+    if is_structure(name) or all(t.ndim < 2 or t.dtype == torch.bool for t in arrays):
         return False
-    return name.endswith("input_ids") or not all(tuple(t.shape[:2]) in shapes for t in arrays)
+    return not all(tuple(t.shape) in shapes and _counts(t) for t in arrays)
 
 
 def is_structure(name: str) -> bool:
     """Tell whether the name of whole numbers says that they are no content, such as positions."""
-    return any(word in name for word in (*STRUCTURE, "token_type"))
+    return any(word in name for word in STRUCTURE) or not STRUCTURE_WORDS.isdisjoint(name.lower().split("_"))
+
+
+def _counts(t: Tensor) -> bool:
+    """Tell whether whole numbers count the tokens of each sequence, or parts of it: none is skipped."""
+    steps = t.diff(dim=1)
+    return bool(((steps == 0) | (steps == 1)).all() and (steps == 1).any())
 
 
 def _is_mask(t: Tensor) -> bool:
