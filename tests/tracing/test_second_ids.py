@@ -87,7 +87,7 @@ def shares(build: Callable[..., nn.Module], arguments: Mapping[str, Tensor], *, 
 
 
 def test_a_second_id_of_each_token_is_refused_by_name() -> None:
-    with pytest.raises(UncoveredError, match="^z reaches the output of Unnamed beside the vectors of its tokens"):
+    with pytest.raises(UncoveredError, match=r"^z reaches the output of Unnamed beside the vectors of its tokens"):
         shares(Unnamed, {"x": draw(7, 0), "z": draw(7, 1)}, end=True)
 
 

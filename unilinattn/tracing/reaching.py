@@ -41,10 +41,10 @@ class Source:
 STRUCTURE = ("mask", "position", "type", "label", "size", "shape", "length", "grid", "thw", "index", "indices", "ratio")
 """Parts of the names of whole numbers that say where and how large an input is, but not what it is."""
 
-STRUCTURE_WORDS = frozenset(
-    "pos bbox box boxes xpath alignment lang langs language languages speaker seg segment segments turn turns time "
-    "timestep timesteps step steps".split()
-)
+STRUCTURE_WORDS = {
+    *("pos", "bbox", "box", "boxes", "xpath", "alignment", "lang", "langs", "language", "languages", "speaker"),
+    *("seg", "segment", "segments", "turn", "turns", "time", "timestep", "timesteps", "step", "steps"),
+}
 """Words between underscores that say so too."""
 
 ROUNDING = 1000
