@@ -236,6 +236,36 @@ def test_a_hook_that_mixes_tokens_is_found_after_a_first_trace() -> None:
     assert "backbone is a" in refusal(model)
 
 
+class Smearing(nn.Module):
+    """A causal model that adds the token before, if a switch or an argument says so."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.smears = inner, False
+
+    def forward(self, input_ids: Tensor, smear: bool = False) -> Tensor:
+        logits = self.inner(input_ids).logits
+        return logits + logits.roll(1, dims=1) if smear or self.smears else logits
+
+
+@pytest.mark.parametrize("how", ["argument", "attribute"])
+def test_code_that_is_switched_on_after_a_first_trace_is_searched(how: str) -> None:
+    model = Smearing(hybrid())
+    ula.trace(model, {"input_ids": IDS, "smear": False})
+    model.smears = how == "attribute"
+    with pytest.raises(UnknownArchitectureError, match="moves information between tokens"):
+        ula.trace(model, {"input_ids": IDS, "smear": how == "argument"})
+
+
+def test_a_forward_that_mixes_tokens_is_found_after_a_first_trace() -> None:
+    model = hybrid()
+    before = [layer.name for layer in ula.trace(model, IDS).layers]
+    norm = model.backbone.norm_f
+    plain = norm.forward
+    norm.forward = lambda hidden_states: plain(hidden_states + hidden_states.roll(1, dims=1))
+    assert [layer.name for layer in ula.trace(model, IDS).layers] == [*before, "backbone.norm_f"]
+
+
 def test_a_search_does_not_change_the_random_state() -> None:
     draws = []
     model = hybrid()

@@ -303,6 +303,10 @@ class _Probe(Run):
         """Return the recorded output, perturbed."""
         return self._perturbed(constant.output.clone(), constant.axes.output)
 
+    def other_output(self, t: Tensor) -> Tensor:
+        """Return another tensor of a layer, perturbed: what reads it moves with the tokens that it comes from."""
+        return self._change.beside(t) if isinstance(self._change, TokenHalf) else t
+
     def called(self, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
         """Inspect the result of a function of the host; return it or its replacement."""
         name = getattr(func, "__name__", "")

@@ -101,6 +101,10 @@ class Run(Observer[Call]):
         """Return a copy of a recorded output for a module that returns constants; the host may write into it."""
         return constant.output.clone()
 
+    def other_output(self, t: Tensor) -> Tensor:
+        """Return what stands for another tensor that a module returns, such as its state."""
+        return t
+
     @contextmanager
     def _constant_mixers(self) -> Iterator[None]:
         with captured(self.model), replaced_forwards(self.model, self._constant):
@@ -139,7 +143,7 @@ class Run(Observer[Call]):
             with torch._C.DisableTorchFunction():
                 self.reading(path, number, constant, (args, kwargs))
                 output = self.held_output(constant)
-            return mapped(constant.returned, lambda t: output if t is MAIN else t)
+            return mapped(constant.returned, lambda t: output if t is MAIN else self.other_output(t))
 
         return forward
 
@@ -211,6 +215,10 @@ class Perturbed(Run):
     def held_output(self, constant: Constant) -> Tensor:
         """Return the recorded output, perturbed."""
         return self._noisy(constant.output.clone())
+
+    def other_output(self, t: Tensor) -> Tensor:
+        """Return another tensor of a layer, perturbed: what reads it moves with the tokens that it comes from."""
+        return noisy_beside(t, self._perturbed)
 
     def _explain(self, call: Call) -> None:
         """Record a call as a source, unless its inputs changed or a call inside it explains the change."""
@@ -298,6 +306,24 @@ def noisy(t: Tensor, perturbed: Bool[Tensor, " token"] | Bool[Tensor, "batch tok
     factor = perturbed.to(t.device).view(*perturbed.shape, *[1] * (t.ndim - 2))
     whole = (wide == wide.round()).flatten(0, -2).all(0)
     return (wide + size * noise * factor * (~whole | whole.all())).to(t.dtype)
+
+
+def noisy_beside(t: Tensor, perturbed: Bool[Tensor, " token"] | Bool[Tensor, "batch token"]) -> Tensor:
+    """Add noise to the perturbed tokens of what a layer returns beside its output, such as keys of several heads.
+
+    A vector of each sequence, such as a state, comes from all of them. Weights of attention, which have two axes of as
+    many tokens, and tensors without one, such as other feature maps, are left.
+    """
+    axes = [axis for axis, size in enumerate(t.shape) if axis and size == perturbed.shape[-1]]
+    if not t.is_floating_point() or isinstance(t, nn.Parameter) or len(axes) > 1 or (not axes and t.ndim != 2):
+        return t
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(t.shape[-1], generator=generator, device="cpu").to(t).expand(t.shape)
+    if not axes:
+        return t + noise
+    first = len(t) if perturbed.ndim == 2 and len(perturbed) == len(t) else 1
+    shape = [first, *(size if axis in axes else 1 for axis, size in enumerate(t.shape) if axis)]
+    return t + noise * perturbed.view(-1, perturbed.shape[-1])[:first].to(t.device).view(shape)
 
 
 def exchanged(x: Tensor, tokens: Bool[Tensor, "batch token"]) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from unilinattn.call.axes import as_tokens, in_shape
 from unilinattn.discovery.changes import Shape
-from unilinattn.discovery.perturbation import exchanged, noisy, special_ids
+from unilinattn.discovery.perturbation import exchanged, noisy, noisy_beside, special_ids
 from unilinattn.host.inputs import ids_name, is_ids, real_tokens
 
 AXES = (2, 3, 4, 5)
@@ -57,6 +57,10 @@ class TokenHalf:
         if self._order is not None:
             half = torch.empty_like(half).flatten().index_copy(0, self._order, half.flatten()).view_as(half)
         return self._noisy(t, axis, half)
+
+    def beside(self, t: Tensor) -> Tensor:
+        """Add noise to the tokens of the stream in a tensor that a layer returns beside its output."""
+        return noisy_beside(t, self._half)
 
     def _noisy(self, t: Tensor, axis: int, half: Bool[Tensor, "batch token"]) -> Tensor:
         if t.ndim not in AXES or tokens_of(t.shape, axis) != self._shape:

@@ -142,6 +142,9 @@ def _found_mixers(
         for mixer in found:
             path = layer_at(model, mixer, layers, convolutions, around)
             same = [] if path is None else alike(model, path)
+            if path is None and not layers and mixer.path and not mixer.holds_layers:
+                # Once it returns constants, what reads a state or keys that it returned shows.
+                same = [mixer.path]
             more += same
             # A module around convolutions, such as a pyramid of pools, mixes as they do.
             contained = {layer.name for layer in layers if path is not None and layer.name.startswith(f"{path}.")}
@@ -305,16 +308,19 @@ def _lengths(arguments: Mapping[str, Any], layers: Sequence[CallRecord]) -> list
 
 
 def state_of(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[object, ...]:
-    """Return the key of an answer: modules, their modes, hooks and weights, names of the arguments, adapters."""
+    """Return the key of an answer: modules, their modes, switches, hooks and weights, arguments, adapters."""
     modules = dict(model.named_modules())
-    # A hook may mix tokens.
+    # A hook may mix tokens, and so may a forward of one module or the code that an attribute switches on.
     classes = tuple(
-        (path, type(module), module.training, *module._forward_pre_hooks, *module._forward_hooks)
+        (path, type(module), module.__dict__.get("forward"), *module._forward_pre_hooks, *module._forward_hooks)
         for path, module in modules.items()
     )
+    # Numbers may count calls.
+    values = [(name, value) for module in modules.values() for name, value in vars(module).items()]
+    switches = tuple([(name, x) for name, x in (*values, *arguments.items()) if isinstance(x, (bool, str))])
     parameters = [p for module in modules.values() for p in module._parameters.values() if p is not None]
     weights = tuple((id(p), p.data_ptr(), p.dtype, -1 if p.is_inference() else p._version) for p in parameters)
-    return classes, weights, tuple(sorted(arguments)), tuple(list_architectures())
+    return classes, switches, weights, tuple(sorted(arguments)), tuple(list_architectures())
 
 
 def _shapes(arguments: Mapping[str, Any]) -> Shapes:

@@ -45,15 +45,23 @@ def without_operator(layers: Sequence[Layer]) -> frozenset[Layer]:
     without = [layer for layer in built if any(isinstance(stage, Unmapped) for stage in stages[layer])]
     shared = {id(x) for layer in without for x in layer.arguments.values() if isinstance(x, MutableMapping)}
     shares = (layer for layer in built if shared & {id(x) for x in layer.arguments.values()})
-    return frozenset((*without, *shares, *filter(_returns_more, built)))
+    more = (layer for number, layer in enumerate(built) if _returns_more(layer, built[number + 1 :]))
+    return frozenset((*without, *shares, *more))
 
 
-def _returns_more(layer: Layer) -> bool:
-    """Tell whether a recorded layer returned more vectors than its output, as of a second stream, or feature maps."""
+def _returns_more(layer: Layer, later: Sequence[Layer]) -> bool:
+    """Tell whether a recorded layer returned more vectors than its output, as of a second stream, or feature maps.
+
+    Or a vector of each sequence, such as its last state, of the size of one that a later layer reads.
+    """
+    if layer.architecture != UNREGISTERED:
+        return False
+    others = others_returned(layer)
     # Square tensors are weights of attention.
-    vectors = (x for x in others_returned(layer) if x.ndim == 3)
-    is_recorded = layer.architecture == UNREGISTERED
-    return is_recorded and (any(x.shape[1] != x.shape[2] for x in vectors) or returns_maps(layer))
+    if any(x.ndim == 3 and x.shape[1] != x.shape[2] for x in others) or returns_maps(layer):
+        return True
+    states = {(len(x), 1, x.shape[1]) for x in others if x.ndim == 2}
+    return any(tuple(x.shape) in states for reader in later if states for x in reader.operator.inputs.values())
 
 
 def shares_values(layer: Layer) -> bool:

@@ -14,7 +14,7 @@ from unilinattn.recording.layout import Carried
 from unilinattn.recording.nodes import Node, rank_of_product
 from unilinattn.recording.regrouping import summed
 from unilinattn.recording.values import depends_on_mixed, factor_values
-from unilinattn.rules.functions import GATE, GATED_CONSTANT, HOMOGENEOUS, MOVING, SAME, SLOPES
+from unilinattn.rules.functions import GATE, GATED_CONSTANT, GATED_FACTOR, HOMOGENEOUS, MOVING, SAME, SLOPES
 from unilinattn.rules.slopes import frozen_slope
 
 
@@ -120,7 +120,10 @@ def multiply(run: Compilation, node: Node, x: Any, other: Any) -> Carried:
 def add_product(run: Compilation, node: Node, x: Any, one: Any, two: Any, *, value: int | float = 1) -> Carried:
     """Add a product to a carried tensor or a constant."""
     is_constant = not is_carried(one) and not is_carried(two)
-    if is_constant or (_is_value(x) and rank_of_product([one, two]) == GATED_CONSTANT):
+    rank = rank_of_product([one, two])
+    if not is_constant and _is_value(x) and rank == GATED_FACTOR:
+        raise UncoveredError("a gate times a factor that depends on the tokens is added to their values")
+    if is_constant or (_is_value(x) and rank == GATED_CONSTANT):
         return _sum(run, node, (x, 1), (run.number(one) * run.number(two), value))
     total = multiply(run, node, one, two)
     total = total if value == 1 else run.scaled(total, float(value), "skip")
@@ -156,7 +159,7 @@ def where(run: Compilation, node: Node, mask: Any, x: Any, other: Any) -> Carrie
     constants: list[Any] = []
     for value, selected in ((x, mask), (other, ~mask)):
         if _is_gated_constant(value, (x, other)):
-            constants.append(selected * run.number(value))
+            constants.append(value if value.rank == GATED_FACTOR else selected * run.number(value))
         elif is_carried(value):
             term = run.value(value)
             terms.append(run.scaled(term.moved(term.index.expand(node.value.shape)), selected, "gate"))
@@ -180,7 +183,7 @@ def _sum(run: Compilation, node: Node, *terms: tuple[Any, int | float]) -> Carri
     constants: list[Any] = []
     for value, factor in terms:
         if _is_gated_constant(value, [value for value, _ in terms]):
-            constants.append(run.number(value) * factor)
+            constants.append(value if value.rank == GATED_FACTOR else run.number(value) * factor)
         elif is_carried(value):
             term = run.value(value) if factor == 1 else run.scaled(run.value(value), float(factor), "skip")
             carried.append(term.moved(term.index.expand(node.value.shape)))
@@ -198,6 +201,7 @@ def _is_value(x: Any) -> bool:
 def _is_gated_constant(x: Any, terms: Iterable[Any]) -> bool:
     """Tell whether a term is a gate times a constant beside values, as a decay times a learned first state is.
 
-    It is the constant that the frozen gate leaves. Alone, the activation is the only path of its tokens.
+    It is the constant that the frozen gate leaves, or a factor, which may not be added. Alone, the activation is the
+    only path of its tokens.
     """
-    return is_carried(x) and x.rank == GATED_CONSTANT and any(map(_is_value, terms))
+    return is_carried(x) and x.rank >= GATED_CONSTANT and any(map(_is_value, terms))

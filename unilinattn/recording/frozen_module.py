@@ -25,7 +25,7 @@ from unilinattn.recording.nodes import ATTENTION, GATED, OF_ONE_VALUE, SUMS, Pos
 from unilinattn.recording.values import Operand, Token, factor_values, summed_axes, values
 from unilinattn.rules.forms import FORMS, carried
 from unilinattn.rules.freezing import Freezing
-from unilinattn.rules.functions import AFFINE, GATE, GATED_CONSTANT, LINEAR, PRODUCTS, rank_of_sum
+from unilinattn.rules.functions import AFFINE, GATE, GATED_CONSTANT, GATED_FACTOR, LINEAR, PRODUCTS, rank_of_sum
 
 REPEATED = 3
 """Number of equal choices of the value at one call in a loop after which only every power of two of them is made."""
@@ -195,7 +195,11 @@ class _LayerFreezing(Freezing):
         ranks = {n: self.rank(x) for n, x in enumerate(terms) if isinstance(x, Tensor) and x.requires_grad}
         if min(ranks.values(), default=0) >= GATE:
             return terms
-        return tuple(x.detach() if ranks.get(n) == GATED_CONSTANT else x for n, x in enumerate(terms))
+        frozen = {n: terms[n].detach() for n, rank in ranks.items() if rank >= GATED_CONSTANT}
+        for n, factor in frozen.items():
+            if ranks[n] == GATED_FACTOR:
+                self._factors[factor] = "a gate times a factor"
+        return tuple(frozen.get(n, x) for n, x in enumerate(terms))
 
     def _bilinear(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         operands = list(tensors((args, kwargs)))
@@ -215,7 +219,8 @@ class _LayerFreezing(Freezing):
             if any(map(is_zero, constants)):
                 self._ranks.pop(result, None)
             elif self.rank(result) >= GATE and any(factor.ndim for factor in constants):
-                self._ranked(result, GATED_CONSTANT)
+                depends = any(factor in self._factors for factor in constants)
+                self._ranked(result, GATED_FACTOR if depends else GATED_CONSTANT)
             return result
         if x is other:
             return super()._product(name, func, x, other)

@@ -10,6 +10,7 @@ from torch import Tensor
 from unilinattn.rules.functions import (
     GATE,
     GATED_CONSTANT,
+    GATED_FACTOR,
     HOMOGENEOUS,
     LIMITS,
     MOVING,
@@ -59,7 +60,7 @@ class Node:
         value: the tensor.
         kind: "factor" if the function's result is frozen.
         rank: 0 for a tensor that is linear in the inputs, `GATED` for a gated one, 1 after an activation, `GATE` after
-            one with f(0) != 0, `GATED_CONSTANT` for a constant times such a gate.
+            one with f(0) != 0, `GATED_CONSTANT` for a constant times such a gate, and `GATED_FACTOR` for a factor.
         item: the number of the tensor in the function's result, None if it is the result.
         port: name of the input.
         refusal: the reason for which a call of a mixing function has no stages, None if it has.
@@ -155,7 +156,11 @@ def rank_of_product(factors: list[Any]) -> int | float:
         if any(map(is_zero, constants)):
             # A first state of zeros stays zero.
             return 0
-        return GATED_CONSTANT if ranks[0] >= GATE and any(x.ndim for x in constants) else ranks[0]
+        if ranks[0] < GATE:
+            return ranks[0]
+        if any(isinstance(x, Node) and x.kind == "factor" for x in factors):
+            return GATED_FACTOR
+        return GATED_CONSTANT if any(x.ndim for x in constants) else ranks[0]
     sizes = [node.value.numel() for node in carried]
     if sizes[0] != sizes[1]:
         # A factor for many channels, such as a rate of writing, is no activation of each.
