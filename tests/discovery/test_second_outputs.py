@@ -99,3 +99,40 @@ def test_keys_that_nothing_reads_again_change_nothing() -> None:
     trace = ula.trace(model(Attention, "no one"), IDS)
     assert [layer.name for layer in trace.layers] == ["layers.0", "layers.1"]
     assert ula.explain(trace, method="logit", target=-1).completeness_gap < 1e-12
+
+
+class Storing(Attention):
+    """Attention that leaves its keys and values in an attribute or a dictionary, or reads those of an earlier one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.earlier: list[Any] = []
+
+    def forward(self, x: Tensor, stored: Any = None) -> tuple[Tensor, Any]:
+        shared = None
+        if self.earlier:
+            shared = self.earlier[0].left if stored is None else stored["keys"]
+        output, keys = super().forward(x, shared)
+        if stored is None:
+            self.left = keys
+        else:
+            stored["keys"] = keys
+        return output, None
+
+
+class Stores(Model):
+    def __init__(self, how: str) -> None:
+        super().__init__(Storing, how)
+        self.layers[1].earlier.append(self.layers[0])
+
+    def run(self, x: Tensor, **options: Any) -> Tensor:
+        stored: dict[str, Any] | None = None if self.use == "an attribute" else {}
+        for layer in self.layers:
+            x = x + layer(x, stored)[0]
+        return self.head(x)
+
+
+@pytest.mark.parametrize("how", ["an attribute", "a dictionary"])
+def test_values_that_a_layer_leaves_for_a_later_one_are_refused_with_the_reason(how: str) -> None:
+    with pytest.raises(UncoveredError, match=r"raises (Key|Attribute)Error .* for later code in an attribute"):
+        ula.trace(Stores(how).eval().double(), IDS)

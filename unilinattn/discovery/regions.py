@@ -270,8 +270,16 @@ def regional_model(model: nn.Module, arguments: Mapping[str, Any], path: str | N
     usually mix. The copy shares modules and weights with `model` and does not change it. None without a module that
     mixes tokens of ids in the code of its forward. Runs the model four times.
 
-    Raises `UncoveredError` if what the forward computes depends on numbers of its tokens, or comes out otherwise.
+    Raises `UncoveredError` if what the forward computes depends on numbers of its tokens, or comes out otherwise. None
+    too where the copy cannot run, as where a module reads an attribute that a call leaves in another one.
     """
+    try:
+        return _regional_model(model, arguments, path)
+    except AttributeError:
+        return None
+
+
+def _regional_model(model: nn.Module, arguments: Mapping[str, Any], path: str | None) -> nn.Module | None:
     seed = torch.get_rng_state()
     if model not in _copies or path not in (None, _copies[model][0]):
         if path is None:

@@ -226,6 +226,12 @@ class _Search:
             return self._found()
         except (UnilinattnError, torch.OutOfMemoryError):
             raise
+        except (KeyError, AttributeError) as error:
+            raise UncoveredError(
+                f"{type(self._model).__name__} raises {type(error).__name__} ({error}) while its layers return their "
+                "recorded outputs, as if one of them leaves values for later code in an attribute or a dictionary, "
+                "which no operator follows. Return them instead, or register an adapter for the layer."
+            ) from error
         except RuntimeError as error:
             raise UncoveredError(
                 f"{type(self._model).__name__} fails on other tokens while its layers return the same vectors, as if "
