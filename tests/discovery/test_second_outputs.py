@@ -91,8 +91,13 @@ def test_tokens_of_a_state_that_a_later_layer_begins_with_have_shares(use: str, 
 
 
 def test_a_layer_that_attends_to_keys_of_an_earlier_one_is_refused_and_not_left_out() -> None:
-    with pytest.raises(UncoveredError, match=r"^layers\.1 "):
-        ula.trace(model(Attention, "the next layer"), IDS)
+    host = model(Attention, "the next layer")
+    with pytest.raises(UncoveredError, match=r"^layers\.1 .* strict=False, .* such as 'occlusion' and 'input_x_grad"):
+        ula.trace(host, IDS)
+    trace = ula.trace(host, IDS, strict=False)
+    assert [layer.opaque for layer in trace.layers] == [False, True]
+    for method in ("occlusion", "input_x_gradient"):
+        assert ula.explain(trace, method=method, target=-1).scores.shape == IDS.shape
 
 
 def test_keys_that_nothing_reads_again_change_nothing() -> None:

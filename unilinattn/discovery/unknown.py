@@ -74,7 +74,10 @@ def without_adapters(
         )
     adapter = "" if is_recurrent(module) else f" {ADAPTER}"
     if may_be_left_out:
-        otherwise = "Or trace with strict=False, which leaves it out."
+        otherwise = (
+            "Or trace with strict=False, which leaves it out, for methods that need no operator, such as 'occlusion' "
+            "and 'input_x_gradient'."
+        )
     elif leak is not None:
         otherwise = "strict=False cannot leave it out, because its tokens are not those of one registered layer."
     else:

@@ -172,7 +172,10 @@ def require_covered_calls(layers: Iterable[CallRecord], *, strict: bool) -> None
                 continue
             if strict:
                 both = error if reason is error else f"{error} Nor can it be recorded: {reason}"
-                raise type(error)(f"{both} Or trace with strict=False, which leaves this layer out.") from None
+                raise type(error)(
+                    f"{both} Or trace with strict=False, which leaves this layer out, for methods that need no "
+                    "operator, such as 'occlusion' and 'input_x_gradient'."
+                ) from None
             record.architecture = OPAQUE
 
 

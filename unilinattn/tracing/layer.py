@@ -163,18 +163,16 @@ class Layer:
         flow = in_gradient_mode(False, lambda: isolated(self.module, lambda: self.flow(self.input)))
         self.is_recorded = flow.is_recorded
         cache[key] = MixerOperator(
-            flow.chains,
-            inputs=flow.inputs,
-            output=self.output,
-            mask=self.mask,
-            name=self.name,
-            expected=self.expected,
+            flow.chains, inputs=flow.inputs, output=self.output, mask=self.mask, name=self.name, expected=self.expected
         )
         return cache[key], flow
 
     @property
     def ports(self) -> dict[str, tuple[int, int]]:
-        """The (batch, number of tokens) of each tensor that the layer reads, by port; builds no operator at length."""
+        """The (batch, tokens) of each tensor that the layer reads, by port: of an opaque layer that of its input."""
+        if self.opaque:
+            return {"x": (self.input.shape[0], self.input.shape[1])}
+        # Builds no operator at length.
         if self._prefix is not None:
             return dict(self._prefix.ports)
         batch_and_keys = {port: x.shape[:2] for port, x in self.operator.inputs.items()}
