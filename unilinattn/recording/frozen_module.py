@@ -25,7 +25,16 @@ from unilinattn.recording.nodes import ATTENTION, GATED, OF_ONE_VALUE, SUMS, Pos
 from unilinattn.recording.values import Operand, Token, factor_values, summed_axes, values
 from unilinattn.rules.forms import FORMS, carried
 from unilinattn.rules.freezing import Freezing
-from unilinattn.rules.functions import AFFINE, GATE, GATED_CONSTANT, GATED_FACTOR, LINEAR, PRODUCTS, rank_of_sum
+from unilinattn.rules.functions import (
+    AFFINE,
+    GATE,
+    GATED_CONSTANT,
+    GATED_FACTOR,
+    LINEAR,
+    PRODUCTS,
+    SOLVING,
+    rank_of_sum,
+)
 
 REPEATED = 3
 """Number of equal choices of the value at one call in a loop after which only every power of two of them is made."""
@@ -177,7 +186,7 @@ class _LayerFreezing(Freezing):
         result = super()._apply(name, func, args, kwargs)
         constant = [tensor for tensor in operands if not tensor.requires_grad]
         weighs = name in PRODUCTS and any(tensor in self._factors or is_zero(tensor) for tensor in constant)
-        if weighs or name == ATTENTION:
+        if weighs or name == ATTENTION or name in SOLVING:
             # A sum over tokens with weights that depend on them activates none of its values.
             rank = 0
         elif name in PRODUCTS and len(operands) > len(constant) + 1:

@@ -26,6 +26,7 @@ from unilinattn.rules.functions import (
     FACTORS,
     LIKE,
     NEW,
+    SOLVING,
     WRITING,
     name_of,
     opened,
@@ -155,7 +156,8 @@ class Recording(TorchFunctionMode):
             if before is not None:
                 self._write_into(base, before, name)
             return result
-        kind: Kind = "factor" if name in FACTORS | CONSTANT else kind_of(nodes)
+        is_factor = name in FACTORS | CONSTANT or (name in SOLVING and kind_of(list(nodes_in(named[1:2]))) == "factor")
+        kind: Kind = "factor" if is_factor else kind_of(nodes)
         resolved.pop("inplace", None)
         rank = rank_of(name, nodes, named)
         target = before if before is not None else result

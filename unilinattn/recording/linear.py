@@ -131,6 +131,17 @@ def sample(run: Compilation, node: Node, x: Any, grid: Any, *args: Any, **kwargs
     return carried.moved(carried.index.unflatten(2, node.value.shape[2:]))
 
 
+@rule("linalg_solve", "linalg_solve_triangular")
+def solve(run: Compilation, node: Node, matrix: Any, x: Any, **options: Any) -> Carried:
+    """Multiply by the inverse of a frozen matrix, as the delta rule's WY form does."""
+    size, axes = run.number(matrix).shape[-1], run.number(x).ndim
+    if not options.get("left", True) or axes != run.number(matrix).ndim:
+        raise UncoveredError("the right-hand side of linear equations is no matrix of as many axes, at their right")
+    inverse = node.func(run.number(matrix), torch.eye(size, dtype=run.like.dtype, device=run.like.device), **options)
+    first, second, out = matmul_letters(axes, axes)
+    return contracted(run.value(x), inverse, Product(second, first, out), node.value.shape)
+
+
 @rule("scaled_dot_product_attention")
 def attention(
     run: Compilation,

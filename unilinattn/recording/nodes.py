@@ -17,6 +17,7 @@ from unilinattn.rules.functions import (
     PRODUCTS,
     SAME,
     SLOPES,
+    SOLVING,
     rank_of_sum,
 )
 
@@ -130,7 +131,7 @@ def rank_of(name: str, nodes: list[Node], args: tuple[Any, ...]) -> int | float:
     if name in TERMS:
         terms = [[x for x in factors if x is not None] for factors in TERMS[name](*args)]
         return rank_of_sum(map(rank_of_product, filter(_carries, terms)))
-    if name == ATTENTION or (name in PRODUCTS and len(ranks) < len(nodes)):
+    if name == ATTENTION or name in SOLVING or (name in PRODUCTS and len(ranks) < len(nodes)):
         # A sum over tokens with weights that depend on them activates none of its values.
         return 0
     if name not in PRODUCTS:

@@ -153,6 +153,16 @@ def grouped_mm(x: Tensor, weight: Tensor, offs: Tensor, **_: Any) -> Parts:
     return torch.cat([*products, x.new_zeros(len(x) - ends[-1], weight.shape[-1])]), None
 
 
+def solve(matrix: Tensor, x: Tensor, **options: Any) -> Parts:
+    """Solve linear equations with a frozen matrix."""
+    return torch.linalg.solve(matrix.detach(), x, **options), None
+
+
+def solve_triangular(matrix: Tensor, x: Tensor, **options: Any) -> Parts:
+    """Solve linear equations with a frozen triangular matrix."""
+    return torch.linalg.solve_triangular(matrix.detach(), x, **options), None
+
+
 def grid_sample(x: Tensor, grid: Tensor, *args: Any, **kwargs: Any) -> Parts:
     """Read values at frozen places between those of an image."""
     places = grid.detach()
@@ -202,6 +212,8 @@ FORMS: dict[str, Callable[..., Parts]] = {
     "instance_norm": instance_norm,
     "normalize": normalize,
     "scaled_dot_product_attention": scaled_dot_product_attention,
+    "linalg_solve": solve,
+    "linalg_solve_triangular": solve_triangular,
     "grid_sample": grid_sample,
     "_grouped_mm": grouped_mm,
     "grouped_mm": grouped_mm,

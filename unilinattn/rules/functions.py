@@ -60,7 +60,8 @@ JOINING = _names(
 FACTORS = _names("""
     softmax log_softmax exp expm1 softplus log log1p log2 sqrt rsqrt var std var_mean std_mean norm vector_norm
     logsumexp logaddexp logcumsumexp topk reciprocal prod cumprod rpow cross_entropy nll_loss mse_loss
-    binary_cross_entropy_with_logits polar acos arccos cos cosh cdist pairwise_distance
+    binary_cross_entropy_with_logits polar acos arccos cos cosh cdist pairwise_distance inverse linalg_inv linalg_pinv
+    matrix_exp linalg_matrix_exp
 """)
 """Functions whose outputs are frozen: factors of what follows, and losses, which no logit depends on."""
 
@@ -98,6 +99,9 @@ AFFINE = {"linear": 2} | {f"conv{kind}{axes}d": 2 for kind in ("", "_transpose")
 
 PRODUCTS = _names("matmul rmatmul mm bmm mv einsum tensordot")
 """Products that sum over channels, tokens or heads."""
+
+SOLVING = _names("linalg_solve linalg_solve_triangular")
+"""Solutions of linear equations, linear in the right-hand side, which is their second argument."""
 
 LIMITS = _names("clamp clamp_min clamp_max clip hardtanh")
 """Limits of a value, which are no activation: they keep its rank."""

@@ -336,6 +336,12 @@ def _grid_sample(live: Live, func: Any, /, input: Tensor, grid: Tensor, *args: A
     return functional.grid_sample(input, grid, *args, **kwargs)
 
 
+def _solve(mode: Live, func: Any, matrix: Tensor, x: Tensor, **options: Any) -> Tensor:
+    if matrix.requires_grad and x.requires_grad:
+        matrix, x = mode._weighted(matrix, "matrix"), mode._weighted(x, "values")
+    return func(matrix, x, **options)
+
+
 def _factors(mode: Live, func: Any, **factors: Tensor | None) -> tuple[Any, ...]:
     live = {name: factor for name, factor in factors.items() if factor is not None and factor.requires_grad}
     # The matrix is linear in the query and in the key, and in a scale of the key such as the step size.
@@ -362,5 +368,7 @@ _RULES: dict[str, Callable[..., Any]] = {
     "glu": _glu,
     "scaled_dot_product_attention": _attention,
     "grid_sample": _grid_sample,
+    "linalg_solve": _solve,
+    "linalg_solve_triangular": _solve,
     "checked_factors": _factors,
 }
