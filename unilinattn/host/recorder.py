@@ -21,7 +21,16 @@ from unilinattn.host.products import Products
 from unilinattn.host.windows import are_windows
 from unilinattn.registry import UNREGISTERED, Architecture, Mark, architecture_of, list_architectures
 
-MAIN = torch.empty(0, device="cpu")
+
+class _Marker(Tensor):
+    """A tensor that is its own copy, so that a copy of a trace has it too."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Marker":
+        """Return this object."""
+        return self
+
+
+MAIN: Tensor = torch.empty(0, device="cpu").as_subclass(_Marker)
 """Marks the place of a layer's output in the nesting that the layer returned (`CallRecord.structure`)."""
 
 

@@ -29,18 +29,18 @@ from unilinattn.operator.piecewise import PiecewiseOperator
 from unilinattn.operator.reconstruction import worst_error
 from unilinattn.operator.stages import Stage, walk
 from unilinattn.tracing.around import stream_around
+from unilinattn.tracing.copied import Copied
 from unilinattn.tracing.following import stages_after
 from unilinattn.tracing.frozen_pullback import last_projection, to_cores, to_projection
 from unilinattn.tracing.trust import precision_of
 
 
-class Layer:
+class Layer(Copied):
     """One call of one token-mixing module: its input, its output, and the operator between them.
 
     Attributes:
         name: the module's path, with "#2" for the second call of a shared module.
-        kind: the kind of token mixer ("Mamba-1 (S6)").
-        architecture: name of the adapter.
+        kind, architecture: the kind of token mixer ("Mamba-1 (S6)"), and the name of the adapter.
         input, output: the module's input (batch, key, in) and output (batch, query, out), in the operator's dtype.
         multiplier: the host's factor on the output in its sum with the stream.
         mask: real positions of the output (batch, query), None if all are real.
