@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, reduce
 from itertools import takewhile
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -36,6 +36,8 @@ MANY = 64
 RANDOM = 0.1
 """Least relative difference of two outputs for one input by which a module is no function of it, in any dtype."""
 
+OTHER = "x (argument)"
+"""The port of an argument named x that is not the layer's input, whose port has this name."""
 
 Shapes = tuple[tuple[torch.Size, ...], ...]
 """The shapes of the tensors in each argument of a call."""
@@ -97,13 +99,20 @@ def recorded(call: Call) -> Flow:
     if any(stage.mixes for chain in flow.chains.values() for stage in chain):
         return flow
     # Its factors depend on other tokens and its values do not, as in attention over channels.
-    batch, length = call.input.shape[:2]
-    tokens = torch.arange(length, device=call.input.device).expand(batch, -1)
-    diagonal = Flow(call.input).core(Gather(tokens, length, like=call.input))
+    diagonals = [_diagonal(flow.inputs[port], port, chain) for port, chain in flow.chains.items()]
+    diagonal = reduce(Flow.merge, diagonals)
     diagonal.is_recorded = True
-    for stage in flow.chain:
-        diagonal.stage(replace(stage, role="output") if isinstance(stage, Matrix) else stage)
     return diagonal
+
+
+def _diagonal(x: Tensor, port: str, chain: Chain) -> Flow:
+    """Return the flow of stages that mix no tokens, behind a core that reads each token."""
+    batch, length = x.shape[:2]
+    tokens = torch.arange(length, device=x.device).expand(batch, -1)
+    flow = Flow(x, port=port).core(Gather(tokens, length, like=x))
+    for stage in chain:
+        flow.stage(replace(stage, role="output") if isinstance(stage, Matrix) else stage)
+    return flow
 
 
 def recorded_stages(call: Call) -> Flow:
@@ -143,7 +152,8 @@ def _stages(call: Call, single: Collection[str]) -> Flow:
     if is_live:
         recorded_input = streams[first]
         arguments, streams = mapped((arguments, streams), lambda t: read if t is recorded_input else t)
-    inputs = _distinct({"x": streams.pop(first), **streams})
+    inputs = {"x": streams.pop(first)}
+    inputs = _distinct(inputs | {OTHER if name == "x" else name: value for name, value in streams.items()})
     factors = {name: value for name, value in unlisted(arguments).items() if name != first and name not in streams}
     recording = Recording(module, inputs, factors)
     try:
