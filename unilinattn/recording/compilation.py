@@ -121,6 +121,13 @@ class Compilation:
         """Return the value of a node, or a parameter itself, which a matrix may be a view of (see `chains.stored`)."""
         return value.detach() if isinstance(value, nn.Parameter) else self.number(value)
 
+    def exact(self, value: Any) -> Tensor:
+        """Return the value of a constant in the operator's precision, to which torch casts no number and no mask."""
+        number = self.number(value)
+        is_complex = number.is_complex() if isinstance(number, Tensor) else isinstance(number, complex)
+        dtype = self.like.dtype.to_complex() if is_complex else self.like.dtype
+        return torch.as_tensor(number, dtype=dtype, device=self.like.device)
+
     def operands(self, product: Node, terms: Mapping[int, Node], summed: Sequence[tuple[int, ...]]) -> list[Operand]:
         """Return the carried operands of a product by their numbers, each with the axes over which it is summed."""
         key, axes = self._keys.get(product.position, (-1, ()))
