@@ -23,7 +23,7 @@ from unilinattn.operator.stages import WHOLE, Chain, Stage
 from unilinattn.recording.keys import Key, position
 from unilinattn.recording.nodes import ATTENTION, GATED, Position, is_zero
 from unilinattn.recording.values import Operand, Token, factor_values, summed_axes, values
-from unilinattn.rules.forms import FORMS, carried
+from unilinattn.rules.forms import FORMS, carried, memory_of
 from unilinattn.rules.freezing import Freezing
 from unilinattn.rules.functions import AFFINE, GATE, GATED_CONSTANT, PRODUCTS, rank_of_sum
 
@@ -150,6 +150,7 @@ class _LayerFreezing(Freezing):
     ) -> None:
         super().__init__(lambda: type(module).__name__, lambda func, args, result: result)
         self._sources, self._keys = sources, keys
+        self.memory = memory_of(module)
         # The values of a product by where the code calls it: how often, the last choice, and how often in a row.
         self._choices: dict[object, tuple[int, list[int], int]] = {}
         self._made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
