@@ -138,7 +138,8 @@ def _stages(call: Call, single: Collection[str]) -> Flow:
     by_name = unlisted(arguments)
     entered = next((v for v in by_name.values() if _has_tokens(v) and v.numel() == call.input.numel()), None)
     axes = 3 if entered is None else entered.ndim
-    streams = {name: value for name, value in by_name.items() if _is_stream(value, axes) or name in single}
+    masks = {name: value for name, value in by_name.items() if name in call.masks}
+    streams = {n: v for n, v in by_name.items() if n not in masks and (_is_stream(v, axes) or n in single)}
     fitting = [name for name, value in streams.items() if value.numel() == call.input.numel()]
     if not fitting:
         raise UncoveredError(f"{_named(call)}: none of its arguments is (batch, token, channel).")
@@ -154,8 +155,8 @@ def _stages(call: Call, single: Collection[str]) -> Flow:
         arguments, streams = mapped((arguments, streams), lambda t: read if t is recorded_input else t)
     inputs = {"x": streams.pop(first)}
     inputs = _distinct(inputs | {OTHER if name == "x" else name: value for name, value in streams.items()})
-    factors = {name: value for name, value in unlisted(arguments).items() if name != first and name not in streams}
-    recording = Recording(module, inputs, factors)
+    factors = {n: v for n, v in unlisted(arguments).items() if n != first and n not in streams and n not in masks}
+    recording = Recording(module, inputs, factors, masks)
     try:
         with torch.set_grad_enabled(is_live), plain_functions(module), visible_functions(module), recording:
             # Hooks of the module itself change what it returns, and the layer is its forward.
@@ -189,7 +190,7 @@ def _stages(call: Call, single: Collection[str]) -> Flow:
     except Exception as error:
         reason = str(error) if isinstance(error, UncoveredError) else f"its functions are no stages ({error})"
     if reason is not None and not is_live:
-        chains = _whole(call, module, arguments, inputs, factors, reason, keys, transposed=transposed) or chains
+        chains = _whole(call, module, arguments, inputs, factors, masks, reason, keys, transposed=transposed) or chains
     if chains is None:
         batch, length = call.input.shape[:2]
         square = (
@@ -240,6 +241,7 @@ def _whole(
     arguments: Mapping[str, Any],
     inputs: Mapping[str, Tensor],
     factors: Any,
+    masks: Any,
     reason: str,
     keys: Mapping[Position, Key],
     *,
@@ -263,7 +265,7 @@ def _whole(
         return None if output is None else _output(call, output, transposed=transposed)
 
     try:
-        return frozen_module(module, vectors, compute, factors, reason, keys)
+        return frozen_module(module, vectors, compute, factors, masks, reason, keys)
     # A host may raise any error, and the one of its functions tells more.
     except Exception:
         return None

@@ -13,7 +13,7 @@ from unilinattn.errors import UncoveredError
 from unilinattn.operator.stages import Branch, Chain, Scale, run_adjoint
 from unilinattn.recording.keys import Key
 from unilinattn.recording.layout import Carried, whole
-from unilinattn.recording.nodes import Node, Position
+from unilinattn.recording.nodes import Node, Position, without_constants
 from unilinattn.recording.values import Operand, Token
 from unilinattn.rules.functions import RECURRENT
 from unilinattn.rules.mixing_functions import MixingFunction
@@ -94,7 +94,7 @@ class Compilation:
         name = MIXING if isinstance(meaning_of(node.func), MixingFunction) else node.name
         if name not in _rules:
             raise UncoveredError(f"{node.name!r} is applied to values that depend on the tokens, and has no rule")
-        return _rules[name](self, node, *node.args, **node.kwargs)
+        return _rules[name](self, node, *without_constants(node.args), **without_constants(node.kwargs))
 
     def _input(self, node: Node) -> Carried:
         x = node.value

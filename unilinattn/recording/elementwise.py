@@ -89,9 +89,17 @@ def subtract_from(run: Compilation, node: Node, x: Any, other: Any, *, alpha: in
 
 @rule("lerp")
 def interpolate(run: Compilation, node: Node, x: Any, end: Any, weight: Any) -> Carried:
-    """Add two carried tensors with frozen weights."""
+    """Add two tensors with frozen weights, of which one may be constant."""
     weight = run.exact(weight)
-    return summed(run.scaled(run.value(x), 1 - weight, "gate"), run.scaled(run.value(end), weight, "gate"))
+    terms = [(x, 1 - weight), (end, weight)]
+    carried = [run.scaled(run.value(value), factor, "gate") for value, factor in terms if is_carried(value)]
+    if not carried:
+        return run.value(x)
+    total = carried[0] if len(carried) == 1 else summed(*carried)
+    for value, factor in terms:
+        if not is_carried(value):
+            total = run.shifted(total, value if isinstance(value, Node) else run.exact(value) * factor)
+    return total
 
 
 @rule("mul", "multiply")

@@ -91,7 +91,7 @@ class Layer(Copied):
         self.stream, self.multiplier = around.entering, around.multiplier
         self.next_stream = None if in_pieces else around.leaving
         self.stream_dtype = around.dtype or self.output.dtype
-        self._following = record.following
+        self._following, self._masks = record.following, record.masks
         self._reader, self._weights = record.reader, weights
         self._prefix = None if prefix is None else replace(prefix, output=prefix.output.to(device, dtype))
         self._latest = None if prefix is None else latest
@@ -345,11 +345,9 @@ class Layer(Copied):
             return in_gradient_mode(False, lambda: isolated(self.module, lambda: build_flow(self._architecture, call)))
 
     def flow_in_run(self, x: Float[Tensor, "batch key in"], arguments: Mapping[str, Any] | None = None) -> Flow:
-        """Build `flow` inside a run of the model, which may replace its weights by those of the traced run.
-
-        `arguments`: those of the layer's call in this run, by default the recorded ones.
-        """
-        call = Call(self.module, self.name, arguments or self.arguments, x, self.output, self.seen, self.axes)
+        """Build `flow` inside a run of the model and with its weights, by default on the recorded `arguments`."""
+        read = arguments or self.arguments
+        call = Call(self.module, self.name, read, x, self.output, self.seen, self.axes, self._masks)
         with full_precision():
             return build_flow(self._architecture, call)
 
