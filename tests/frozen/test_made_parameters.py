@@ -49,6 +49,7 @@ def model(make: Callable[[Tensor], Tensor]) -> Model:
     return host.double().eval()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["logit", "lrp"])
 @pytest.mark.parametrize("form", FORMS)
 def test_it_is_a_constant(form: str, method: str) -> None:
@@ -57,6 +58,7 @@ def test_it_is_a_constant(form: str, method: str) -> None:
     assert torch.allclose(result.scores, plain.scores, rtol=1e-12)
 
 
+@pytest.mark.long
 def test_a_parameter_made_of_tokens_is_none() -> None:
     def around(block: Block, x: Tensor) -> Tensor:
         return added(block, x) + nn.Parameter(x)
