@@ -112,6 +112,23 @@ def scanned_in_pairs(x: Tensor) -> Tensor:
     return scan(torch.sigmoid(rows), rows)[1].view(x.mT.shape).mT
 
 
+def divided_spectrum(number: float | complex | Tensor) -> Step:
+    """Return a convolution whose spectra are divided by a number, in the norm that multiplies by it."""
+
+    def step(x: Tensor) -> Tensor:
+        n = 2 * x.shape[1]
+        spectrum = torch.fft.rfft(x.mT, n=n) * torch.fft.rfft(draw(WIDTH, LENGTH), n=n) / number
+        return torch.fft.irfft(spectrum, n=n, norm="forward")[..., : x.shape[1]].mT
+
+    return step
+
+
+def written(x: Tensor) -> Tensor:
+    y = x.cumsum(1)
+    y[:, 2] = 0.1
+    return y
+
+
 FUNCTIONS: dict[str, tuple[Step, int]] = {
     "einsum of three operands": (three_operands, WIDTH),
     "einsum without a result": (implicit_result, WIDTH),
@@ -123,6 +140,16 @@ FUNCTIONS: dict[str, tuple[Step, int]] = {
     "complex Fourier transforms": (complex_inverse, WIDTH),
     "windows of an image": (windows, 4 * WIDTH),
     "a scan in pairs": (scanned_in_pairs, WIDTH),
+    "a spectrum divided by an integer": (divided_spectrum(2 * LENGTH - 1), WIDTH),
+    "a spectrum divided by a number": (divided_spectrum(0.3), WIDTH),
+    "a spectrum divided by a complex number": (divided_spectrum(0.3 + 0.1j), WIDTH),
+    "a spectrum divided by an integer tensor": (divided_spectrum(torch.tensor(7, device="cpu")), WIDTH),
+    "a number written into tokens": (written, WIDTH),
+    "numbers between tokens": (lambda x: torch.lerp(x, x.cumsum(1), 0.1), WIDTH),
+    "a number in place of tokens": (lambda x: x.cumsum(1).masked_fill(draw(LENGTH, 1) > 0, 0.1), WIDTH),
+    "a number beside tokens": (lambda x: torch.where(draw(LENGTH, 1) > 0, x.cumsum(1), 0.1), WIDTH),
+    "a number behind tokens": (lambda x: functional.pad(x.cumsum(1), (0, 0, 0, 2), value=0.1)[:, 2:], WIDTH),
+    "a number times a product": (lambda x: torch.addcmul(x.cumsum(1), x, draw(WIDTH), value=0.1), WIDTH),
 }
 
 

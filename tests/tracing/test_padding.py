@@ -1,7 +1,7 @@
 """Padding that reaches real tokens in recorded layers, found by their operators."""
 
 import warnings
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from torch.nn import functional
 
 import unilinattn as ula
 from tests.tracing.models import WIDTH, Model, Output, ids
+from unilinattn.errors import UncoveredError
 from unilinattn.testing import relative_error
 from unilinattn.testing.hosts import randomize
 
@@ -155,3 +156,41 @@ def test_an_unmasked_memory_is_named() -> None:
     inputs = {"input_ids": ids(), "memory": memory, "encoder_attention_mask": mask}
     with pytest.warns(UserWarning, match=r"padding reaches real tokens .*: blocks.0 \(Reading\) does not mask it"):
         ula.trace(Reader(Reading()).eval(), inputs, progress=False)
+
+
+class Encoder(nn.Module):
+    """Torch's encoder, which in eval mode removes padded tokens between its layers, or one that computes so itself."""
+
+    def __init__(self, nested: bool, computes: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, batch_first=True)
+        self.embed, self.head = nn.Embedding(20, WIDTH), nn.Linear(WIDTH, 20)
+        self.encoder, self.computes = nn.TransformerEncoder(layer, 2, enable_nested_tensor=nested), computes
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        if self.computes:
+            x = torch._nested_tensor_from_mask(x, attention_mask.bool())
+            for layer in self.encoder.layers:
+                x = layer(x)
+            return cast(Tensor, self.head(x.to_padded_tensor(0.0)))
+        return cast(Tensor, self.head(self.encoder(x, src_key_padding_mask=attention_mask == 0)))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", ["rollout", "lrp", "attribution", "gradient", "knockout", "occlusion"])
+def test_torchs_encoder_is_traced_with_its_padding(method: str) -> None:
+    inputs = {"input_ids": ids(batch=2), "attention_mask": MASK}
+    model = Encoder(nested=True).eval()
+    result = ula.explain(model, inputs, method=method, target=-1, progress=False)
+    plain = ula.explain(Encoder(nested=False).eval(), inputs, method=method, target=-1, progress=False)
+    assert torch.equal(result.scores, plain.scores)
+    assert not result.scores[0, 5:].any() and result.scores[0, :5].any()
+    assert model.encoder.use_nested_tensor
+
+
+def test_nested_tensors_of_a_host_are_refused() -> None:
+    inputs = {"input_ids": ids(batch=2), "attention_mask": MASK}
+    with pytest.raises(UncoveredError, match="nested tensors"):
+        ula.trace(Encoder(nested=True, computes=True).eval(), inputs)

@@ -1,6 +1,8 @@
 """Layers, positions and gradients of a trace."""
 
+import copy
 import inspect
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -12,7 +14,7 @@ from tests.hosts import named
 from tests.tracing.models import Block, Model, added, ids
 from tools.coverage_runs import models
 from unilinattn import trace
-from unilinattn.errors import InputError
+from unilinattn.errors import InputError, UncoveredError
 from unilinattn.testing import HOSTS, relative_error, tolerance
 from unilinattn.testing.hosts import host, recurrent
 
@@ -231,3 +233,25 @@ def test_under_inference_mode() -> None:
         errors = [layer.operator.reconstruction_error() for layer in host_trace.layers]
     assert max(errors) <= 1e-5
     assert all(torch.isfinite(grad).all() for grad in host_trace.gradient())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["mamba", "gpt2", "bert"])
+def test_a_deep_copy_of_a_trace_does_not_depend_on_the_model(name: str) -> None:
+    model, inputs = host(name).model(), host(name).inputs()
+    host_trace = trace(model, inputs)
+    results = {method: ula.explain(host_trace, method=method, target=-1) for method in ("logit", "attribution", "raw")}
+    copied = copy.deepcopy(host_trace)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    for method, result in results.items():
+        assert torch.equal(ula.explain(copied, method=method, target=-1).scores, result.scores)
+    assert copy.copy(host_trace).layers is host_trace.layers
+
+
+def test_the_pickle_of_a_trace_is_refused() -> None:
+    host_trace = trace(host("mamba").model(), host("mamba").inputs())
+    for refused in (host_trace, host_trace.layers[0]):
+        with pytest.raises(UncoveredError, match="cannot be pickled"):
+            pickle.dumps(refused)

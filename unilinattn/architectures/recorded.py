@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, reduce
 from itertools import takewhile
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -36,6 +36,8 @@ MANY = 64
 RANDOM = 0.1
 """Least relative difference of two outputs for one input by which a module is no function of it, in any dtype."""
 
+OTHER = "x (argument)"
+"""The port of an argument named x that is not the layer's input, whose port has this name."""
 
 Shapes = tuple[tuple[torch.Size, ...], ...]
 """The shapes of the tensors in each argument of a call."""
@@ -97,13 +99,20 @@ def recorded(call: Call) -> Flow:
     if any(stage.mixes for chain in flow.chains.values() for stage in chain):
         return flow
     # Its factors depend on other tokens and its values do not, as in attention over channels.
-    batch, length = call.input.shape[:2]
-    tokens = torch.arange(length, device=call.input.device).expand(batch, -1)
-    diagonal = Flow(call.input).core(Gather(tokens, length, like=call.input))
+    diagonals = [_diagonal(flow.inputs[port], port, chain) for port, chain in flow.chains.items()]
+    diagonal = reduce(Flow.merge, diagonals)
     diagonal.is_recorded = True
-    for stage in flow.chain:
-        diagonal.stage(replace(stage, role="output") if isinstance(stage, Matrix) else stage)
     return diagonal
+
+
+def _diagonal(x: Tensor, port: str, chain: Chain) -> Flow:
+    """Return the flow of stages that mix no tokens, behind a core that reads each token."""
+    batch, length = x.shape[:2]
+    tokens = torch.arange(length, device=x.device).expand(batch, -1)
+    flow = Flow(x, port=port).core(Gather(tokens, length, like=x))
+    for stage in chain:
+        flow.stage(replace(stage, role="output") if isinstance(stage, Matrix) else stage)
+    return flow
 
 
 def recorded_stages(call: Call) -> Flow:
@@ -129,7 +138,8 @@ def _stages(call: Call, single: Collection[str]) -> Flow:
     by_name = unlisted(arguments)
     entered = next((v for v in by_name.values() if _has_tokens(v) and v.numel() == call.input.numel()), None)
     axes = 3 if entered is None else entered.ndim
-    streams = {name: value for name, value in by_name.items() if _is_stream(value, axes) or name in single}
+    masks = {name: value for name, value in by_name.items() if name in call.masks}
+    streams = {n: v for n, v in by_name.items() if n not in masks and (_is_stream(v, axes) or n in single)}
     fitting = [name for name, value in streams.items() if value.numel() == call.input.numel()]
     if not fitting:
         raise UncoveredError(f"{_named(call)}: none of its arguments is (batch, token, channel).")
@@ -143,9 +153,10 @@ def _stages(call: Call, single: Collection[str]) -> Flow:
     if is_live:
         recorded_input = streams[first]
         arguments, streams = mapped((arguments, streams), lambda t: read if t is recorded_input else t)
-    inputs = _distinct({"x": streams.pop(first), **streams})
-    factors = {name: value for name, value in unlisted(arguments).items() if name != first and name not in streams}
-    recording = Recording(module, inputs, factors)
+    inputs = {"x": streams.pop(first)}
+    inputs = _distinct(inputs | {OTHER if name == "x" else name: value for name, value in streams.items()})
+    factors = {n: v for n, v in unlisted(arguments).items() if n != first and n not in streams and n not in masks}
+    recording = Recording(module, inputs, factors, masks)
     try:
         with torch.set_grad_enabled(is_live), plain_functions(module), visible_functions(module), recording:
             # Hooks of the module itself change what it returns, and the layer is its forward.
@@ -179,7 +190,7 @@ def _stages(call: Call, single: Collection[str]) -> Flow:
     except Exception as error:
         reason = str(error) if isinstance(error, UncoveredError) else f"its functions are no stages ({error})"
     if reason is not None and not is_live:
-        chains = _whole(call, module, arguments, inputs, factors, reason, keys, transposed=transposed) or chains
+        chains = _whole(call, module, arguments, inputs, factors, masks, reason, keys, transposed=transposed) or chains
     if chains is None:
         batch, length = call.input.shape[:2]
         square = (
@@ -230,6 +241,7 @@ def _whole(
     arguments: Mapping[str, Any],
     inputs: Mapping[str, Tensor],
     factors: Any,
+    masks: Any,
     reason: str,
     keys: Mapping[Position, Key],
     *,
@@ -253,7 +265,7 @@ def _whole(
         return None if output is None else _output(call, output, transposed=transposed)
 
     try:
-        return frozen_module(module, vectors, compute, factors, reason, keys)
+        return frozen_module(module, vectors, compute, factors, masks, reason, keys)
     # A host may raise any error, and the one of its functions tells more.
     except Exception:
         return None

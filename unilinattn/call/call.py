@@ -59,6 +59,7 @@ class Call:
         output: its output, None before the module has run.
         seen: the records that the architecture's `capture` made during this call.
         axes: the axes of channels in the arguments and in the host's output, of which `input` and `output` are vectors.
+        masks: names of arguments that are functions of the model's padding mask, which depends on no vector of a token.
     """
 
     module: nn.Module
@@ -68,6 +69,7 @@ class Call:
     output: Float[Tensor, "batch query out"] | None = None
     seen: tuple[Captured, ...] = ()
     axes: Axes = LAST
+    masks: frozenset[str] = frozenset()
 
     @property
     def host(self) -> "Host":

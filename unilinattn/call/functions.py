@@ -28,6 +28,9 @@ FUNCTIONS = (FunctionType, MethodType, BuiltinMethodType)
 CHECKPOINT = checkpoints.checkpoint
 """The function of torch that keeps only the inputs of a function for the backward pass."""
 
+NESTED = "use_nested_tensor"
+"""The attribute of a torch.nn.TransformerEncoder by which it removes padded tokens between its layers."""
+
 _PARAMETERS = inspect.signature(CHECKPOINT).parameters.values()
 _OF_CHECKPOINT = {"preserve_rng_state", *(p.name for p in _PARAMETERS if p.kind is p.KEYWORD_ONLY)}
 """The names of its options."""
@@ -80,7 +83,8 @@ def plain_functions(model: nn.Module) -> Iterator[None]:
 
     Functions of TorchScript become the Python functions that they were made of, since no mode sees their own calls. A
     checkpoint, which runs its function again in the backward pass, outside of modes, becomes a call. Both are replaced
-    in the model's packages and in the attributes of its modules, and a checkpoint in torch too.
+    in the model's packages and in the attributes of its modules, and a checkpoint in torch too. Torch's encoder leaves
+    padded tokens in its tensors, and its outputs at padded tokens are then those of its layers, not zeros.
     """
     modules = list(model.modules())
     packages = {name.partition(".")[0] for name in _class_modules(modules)}
@@ -89,9 +93,14 @@ def plain_functions(model: nn.Module) -> Iterator[None]:
     recent = [vars(checkpoints), *_recent(modules), *map(vars, modules)]
     entries = [*loaded, *(entry for attributes in recent for entry in _hiding_in(attributes))]
     shown = ((attributes, name, _plain(attributes.get(name))) for attributes, name in entries)
+    replaced: list[tuple[dict[str, Any], str, Any]] = [
+        (attributes, name, plain) for attributes, name, plain in shown if plain is not None
+    ]
+    # Between the layers of a torch.nn.TransformerEncoder the padded tokens would be missing: nested tensors.
+    replaced += [(vars(m), NESTED, False) for m in modules if vars(m).get(NESTED) is True]
     token = _calls_plainly.set(True)
     try:
-        with _replaced([(attributes, name, plain) for attributes, name, plain in shown if plain is not None]):
+        with _replaced(replaced):
             yield
     finally:
         _calls_plainly.reset(token)
@@ -99,7 +108,7 @@ def plain_functions(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _replaced(functions: Sequence[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
-    """Replace entries (dictionary, name, function) in this context."""
+    """Replace entries (dictionary, name, value) in this context."""
     before = Entries((attributes, name) for attributes, name, _ in functions)
     try:
         try:

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from unilinattn.call.axes import as_tokens, in_shape
 from unilinattn.discovery.changes import Shape
-from unilinattn.discovery.perturbation import exchanged, noisy, noisy_beside, special_ids
+from unilinattn.discovery.noise import exchanged, noisy, noisy_beside
+from unilinattn.discovery.perturbation import special_ids
 from unilinattn.host.inputs import ids_name, is_ids, real_tokens
 
 AXES = (2, 3, 4, 5)

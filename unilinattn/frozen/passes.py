@@ -24,6 +24,7 @@ from unilinattn.host.recomputation import captures
 from unilinattn.host.recorder import MAIN, main_tensor
 from unilinattn.host.run import run
 from unilinattn.registry import plain_form_of
+from unilinattn.rules.forms import memory_of
 from unilinattn.rules.freezing import Freezing
 from unilinattn.rules.gamma import GammaFreezing
 from unilinattn.tracing.layer import Layer
@@ -99,7 +100,7 @@ class FrozenPass(TokenPass):
         """Return the output of the host and its tangents."""
         arguments, record = self.arguments(), self._record if self._records_sources else None
         with self._freezing(record) as mode:
-            self._mode = mode
+            self._mode, mode.memory = mode, memory_of(self.model)
             try:
                 output = self.call_host(arguments)
             except NotImplementedError as error:

@@ -93,8 +93,8 @@ def refuse_states_between(module: nn.Module, path: str, arguments: Mapping[str, 
 def call_host(model: nn.Module, arguments: Mapping[str, Any]) -> Any:
     """Call a model with its arguments: by name, or by position where its forward takes only `*args`.
 
-    Inside of `drawing` the model draws the random numbers of a trace. Raises `InputError` for more tokens than the
-    model has positions, for images of another size than the model's, and for arguments that are missing.
+    Inside of `drawing` the model draws the random numbers of a trace. Raises `UncoveredError` for nested tensors, and
+    `InputError` for more tokens than the model has positions, other sizes of images, and arguments that are missing.
     """
     try:
         with same_draws():
@@ -115,6 +115,8 @@ def call_host(model: nn.Module, arguments: Mapping[str, Any]) -> Any:
             raise
         return call_host(model, {name: value for name, value in arguments.items() if name != "use_cache"})
     except (IndexError, RuntimeError, ValueError, AssertionError) as error:
+        if "NestedTensor" in str(error):
+            raise UncoveredError("the model computes with nested tensors, which have no axis of tokens.") from error
         if (reason := _misfit(model, arguments)) is None:
             raise
         raise InputError(reason) from error

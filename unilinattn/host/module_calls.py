@@ -90,8 +90,9 @@ class CallRecord:
     input; `site` is the sum of its output, as the modules `following` return it, and a stream; `candidates` has a
     number for each tensor whose sum with a stream was searched, that of the sum among those tried, `NO_SUM`, or None if
     it is unknown, and `earlier_candidates` those of an earlier trace; `reader` is the path of the module that reads the
-    output itself, if no such sum was found; and `batch` is the number of sequences and `axes` the axes of channels, for
-    a module without an adapter. For another module, `unplaced` are the layers inside whose `site` is not known yet.
+    output itself, if no such sum was found; `masks` are the arguments of `Call.masks`; and `batch` is the number of
+    sequences and `axes` the axes of channels, for a module without an adapter. For another module, `unplaced` are the
+    layers inside whose `site` is not known yet.
     """
 
     module: nn.Module
@@ -114,6 +115,7 @@ class CallRecord:
     prefix: Prefix | None = None
     batch: int | None = None
     axes: Axes = LAST
+    masks: frozenset[str] = frozenset()
     shares_input: bool = False
     windowed: bool = False
     unplaced: list["CallRecord"] = field(default_factory=list)
@@ -159,7 +161,7 @@ def require_covered_calls(layers: Iterable[CallRecord], *, strict: bool) -> None
         dtype = torch.promote_types(record.entered.dtype, torch.float32)
         pairs = zip((record.entered, record.output), record.axes, strict=True)
         entered, output = (as_tokens(x.to(dtype), record.batch, axis) for x, axis in pairs)
-        call = Call(record.module, record.name, record.arguments, entered, output, seen, record.axes)
+        call = Call(record.module, record.name, record.arguments, entered, output, seen, record.axes, record.masks)
         try:
             with loaded(record.module):
                 record.architecture.check(call)

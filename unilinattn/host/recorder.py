@@ -15,13 +15,23 @@ from unilinattn.call.axes import LAST, axes_of
 from unilinattn.call.nested import mapped
 from unilinattn.errors import ModelStateError
 from unilinattn.host.inputs import bound_arguments, refuse_states_between, sequences_in
+from unilinattn.host.masks import functions_of, masks_in
 from unilinattn.host.module_calls import CallRecord, Prefix, first_tensor, tensors_in
 from unilinattn.host.observer import Inputs, Observer
 from unilinattn.host.products import Products
 from unilinattn.host.windows import are_windows
 from unilinattn.registry import UNREGISTERED, Architecture, Mark, architecture_of, list_architectures
 
-MAIN = torch.empty(0, device="cpu")
+
+class _Marker(Tensor):
+    """A tensor that is its own copy, so that a copy of a trace has it too."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Marker":
+        """Return this object."""
+        return self
+
+
+MAIN: Tensor = torch.empty(0, device="cpu").as_subclass(_Marker)
 """Marks the place of a layer's output in the nesting that the layer returned (`CallRecord.structure`)."""
 
 
@@ -47,6 +57,7 @@ class Recorder(Observer[CallRecord]):
         self.layers: list[CallRecord] = []
         self._locate, self.products = locate, products
         self._batch: int | None = None
+        self._masks: list[Tensor] = []
         self._recorded = list_architectures()[UNREGISTERED]
 
     @contextmanager
@@ -89,7 +100,7 @@ class Recorder(Observer[CallRecord]):
         architecture = architecture_of(type(module)) or (self._recorded if path in self.opaque else None)
         record = CallRecord(module, path, bound_arguments(module, *inputs), parent, architecture)
         if parent is None:
-            self._batch = sequences_in(record.arguments)
+            self._batch, self._masks = sequences_in(record.arguments), masks_in(record.arguments)
         if parent is not None:
             parent.children.append(record)
         # A wrapper may pass a cache to its model; the other names also pass states between layers of a host.
@@ -97,6 +108,7 @@ class Recorder(Observer[CallRecord]):
         if architecture is not None and (entering := record.input) is not None:
             # A host may write into its argument.
             record.entered = entering.detach().clone()
+            record.masks = frozenset(functions_of(self._masks, record.arguments, entering.shape[:2]))
             if architecture is self._recorded and entering.ndim > 2:
                 # Vectors along two axes are packed tokens: one vector of each sequence has no others to mix with.
                 record.batch = self._batch

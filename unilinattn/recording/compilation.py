@@ -13,7 +13,7 @@ from unilinattn.errors import UncoveredError
 from unilinattn.operator.stages import Branch, Chain, Scale, run_adjoint
 from unilinattn.recording.keys import Key
 from unilinattn.recording.layout import Carried, whole
-from unilinattn.recording.nodes import Node, Position
+from unilinattn.recording.nodes import Node, Position, without_constants
 from unilinattn.recording.values import Operand, Token
 from unilinattn.rules.functions import RECURRENT
 from unilinattn.rules.mixing_functions import MixingFunction
@@ -94,7 +94,7 @@ class Compilation:
         name = MIXING if isinstance(meaning_of(node.func), MixingFunction) else node.name
         if name not in _rules:
             raise UncoveredError(f"{node.name!r} is applied to values that depend on the tokens, and has no rule")
-        return _rules[name](self, node, *node.args, **node.kwargs)
+        return _rules[name](self, node, *without_constants(node.args), **without_constants(node.kwargs))
 
     def _input(self, node: Node) -> Carried:
         x = node.value
@@ -120,6 +120,13 @@ class Compilation:
     def weight(self, value: Any) -> Any:
         """Return the value of a node, or a parameter itself, which a matrix may be a view of (see `chains.stored`)."""
         return value.detach() if isinstance(value, nn.Parameter) else self.number(value)
+
+    def exact(self, value: Any) -> Tensor:
+        """Return the value of a constant in the operator's precision, to which torch casts no number and no mask."""
+        number = self.number(value)
+        is_complex = number.is_complex() if isinstance(number, Tensor) else isinstance(number, complex)
+        dtype = self.like.dtype.to_complex() if is_complex else self.like.dtype
+        return torch.as_tensor(number, dtype=dtype, device=self.like.device)
 
     def operands(self, product: Node, terms: Mapping[int, Node], summed: Sequence[tuple[int, ...]]) -> list[Operand]:
         """Return the carried operands of a product by their numbers, each with the axes over which it is summed."""

@@ -89,9 +89,17 @@ def subtract_from(run: Compilation, node: Node, x: Any, other: Any, *, alpha: in
 
 @rule("lerp")
 def interpolate(run: Compilation, node: Node, x: Any, end: Any, weight: Any) -> Carried:
-    """Add two carried tensors with frozen weights."""
-    weight = torch.as_tensor(run.number(weight), device=run.like.device)
-    return summed(run.scaled(run.value(x), 1 - weight, "gate"), run.scaled(run.value(end), weight, "gate"))
+    """Add two tensors with frozen weights, of which one may be constant."""
+    weight = run.exact(weight)
+    terms = [(x, 1 - weight), (end, weight)]
+    carried = [run.scaled(run.value(value), factor, "gate") for value, factor in terms if is_carried(value)]
+    if not carried:
+        return run.value(x)
+    total = carried[0] if len(carried) == 1 else summed(*carried)
+    for value, factor in terms:
+        if not is_carried(value):
+            total = run.shifted(total, value if isinstance(value, Node) else run.exact(value) * factor)
+    return total
 
 
 @rule("mul", "multiply")
@@ -138,9 +146,7 @@ def divide(run: Compilation, node: Node, x: Any, other: Any, *, rounding_mode: s
     """Divide by a frozen number."""
     if rounding_mode is not None:
         raise UncoveredError("a quotient of values that depend on the tokens is rounded")
-    return run.scaled(
-        run.value(x), 1 / torch.as_tensor(run.number(other), dtype=run.like.dtype, device=run.like.device), "gate"
-    )
+    return run.scaled(run.value(x), 1 / run.exact(other), "gate")
 
 
 @rule("masked_fill")
@@ -148,7 +154,7 @@ def masked_fill(run: Compilation, node: Node, x: Any, mask: Any, value: Any) -> 
     """Multiply by the frozen mask; the masked elements become a constant."""
     mask = run.number(mask)
     carried = run.scaled(run.value(x), ~mask, "gate")
-    return run.shifted(carried, mask * value if not isinstance(value, Node) else value)
+    return run.shifted(carried, value if isinstance(value, Node) else mask * run.exact(value))
 
 
 @rule("where")
@@ -164,7 +170,7 @@ def where(run: Compilation, node: Node, mask: Any, x: Any, other: Any) -> Carrie
             term = run.value(value)
             terms.append(run.scaled(term.moved(term.index.expand(node.value.shape)), selected, "gate"))
         else:
-            constants.append(value if isinstance(value, Node) else selected * value)
+            constants.append(value if isinstance(value, Node) else selected * run.exact(value))
     total = terms[0] if len(terms) == 1 else summed(*terms)
     return run.shifted(total, constants[0]) if constants else total
 

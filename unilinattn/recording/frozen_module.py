@@ -23,7 +23,7 @@ from unilinattn.operator.stages import WHOLE, Chain, Stage
 from unilinattn.recording.keys import Key, position
 from unilinattn.recording.nodes import ATTENTION, GATED, OF_ONE_VALUE, SUMS, Position, is_zero
 from unilinattn.recording.values import Operand, Token, factor_values, summed_axes, values
-from unilinattn.rules.forms import FORMS, carried
+from unilinattn.rules.forms import FORMS, carried, memory_of
 from unilinattn.rules.freezing import Freezing
 from unilinattn.rules.functions import (
     AFFINE,
@@ -92,6 +92,7 @@ def frozen_module(
     inputs: Mapping[str, Float[Tensor, "batch key in"]],
     compute: Callable[[Mapping[str, Tensor]], Tensor | None],
     factors: Any,
+    masks: Any,
     reason: str,
     keys: Mapping[Position, Key],
 ) -> Mapping[str, Chain]:
@@ -101,7 +102,8 @@ def frozen_module(
         module: the module.
         inputs: the vectors of each port.
         compute: runs the module on other vectors of the ports, and returns its output (batch, query, out).
-        factors: further tensors that may depend on tokens, such as masks.
+        factors: further tensors that may depend on tokens.
+        masks: further tensors that depend on no token, such as padding masks.
         reason: why the module has no other stages.
         keys: those of outer products, by the position of their calls.
 
@@ -110,7 +112,7 @@ def frozen_module(
     """
     sources = {port: x.detach().clone().requires_grad_() for port, x in inputs.items()}
     with constant_parameters(module), torch.enable_grad(), forward_ad.dual_level():
-        with _LayerFreezing(module, tuple(sources.values()), factors, keys):
+        with _LayerFreezing(module, tuple(sources.values()), factors, masks, keys):
             output = compute({port: source.clone() for port, source in sources.items()})
         if output is None or not output.requires_grad:
             raise UncoveredError("its output does not depend on its inputs")
@@ -150,21 +152,27 @@ class _LayerFreezing(Freezing):
     Args:
         module: the module, whose parameters and buffers are constants.
         sources: the leaves of the graph.
-        factors: tensors that may depend on tokens.
+        factors, masks: tensors that may depend on tokens, and tensors that do not.
         keys: those of outer products, by the position of their calls.
     """
 
     def __init__(
-        self, module: nn.Module, sources: tuple[Tensor, ...], factors: Any, keys: Mapping[Position, Key]
+        self,
+        module: nn.Module,
+        sources: tuple[Tensor, ...],
+        factors: Any,
+        masks: Any,
+        keys: Mapping[Position, Key],
     ) -> None:
         super().__init__(lambda: type(module).__name__, lambda func, args, result: result)
         self._sources, self._keys = sources, keys
+        self.memory = memory_of(module)
         # The values of a product by where the code calls it: how often, the last choice, and how often in a row.
         self._choices: dict[object, tuple[int, list[int], int]] = {}
         self._made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         # Sums of several values, such as a mean over tokens.
         self._several: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        for tensor in (*module.parameters(), *module.buffers()):
+        for tensor in (*module.parameters(), *module.buffers(), *tensors(masks)):
             self._made[tensor] = True
         for tensor in tensors(factors):
             self._factors[tensor] = "argument"

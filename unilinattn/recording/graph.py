@@ -17,7 +17,7 @@ from unilinattn.call.nested import mapped, tensors
 from unilinattn.errors import UncoveredError
 from unilinattn.recording.complex_numbers import READING, Parts, complex_parts, is_complex, read_part
 from unilinattn.recording.keys import OUTER, position
-from unilinattn.recording.nodes import Kind, Node, is_zero, kind_of, nodes_in, rank_of
+from unilinattn.recording.nodes import MASK, Kind, Node, is_zero, kind_of, nodes_in, rank_of
 from unilinattn.recording.views import Views, constants_in, elements_of, key_of, order_in, same_elements, with_copy
 from unilinattn.rules.functions import (
     BLANK,
@@ -52,12 +52,13 @@ class Recording(TorchFunctionMode):
         inputs: the tensors that carry tokens, by port.
         factors: further tensors that may depend on tokens, such as masks: they may multiply, and adding them to a
             carried tensor is an error.
+        masks: further tensors that depend on no token, such as padding masks: they may multiply and be added.
 
     Attributes:
         differentiates: whether the module computed gradients, whose functions are not recorded.
     """
 
-    def __init__(self, module: nn.Module, inputs: Mapping[str, Tensor], factors: Any) -> None:
+    def __init__(self, module: nn.Module, inputs: Mapping[str, Tensor], factors: Any, masks: Any = ()) -> None:
         super().__init__()
         self.differentiates = False
         self._nodes: dict[int, Node] = {}
@@ -72,6 +73,8 @@ class Recording(TorchFunctionMode):
             self._views.enter(tensor)
         for tensor in tensors(factors):
             self._enter(Node("argument", None, (), {}, tensor, "factor"))
+        for tensor in tensors(masks):
+            self._enter(Node(MASK, None, (), {}, tensor, "factor"))
         for port, tensor in inputs.items():
             self._enter(Node("input", None, (), {}, tensor, "carried", port=port))
 

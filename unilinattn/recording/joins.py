@@ -69,7 +69,7 @@ def write(run: Compilation, node: Node, target: Any, place: Any, value: Any) -> 
     total = terms[0] if len(terms) == 1 else summed(*terms)
     for other, here in ((target, ~written), (value, written)):
         if not is_carried(other):
-            total = run.shifted(total, other if isinstance(other, Node) else _constant(other, here, keys, shape))
+            total = run.shifted(total, other if isinstance(other, Node) else _constant(run, other, here, keys, shape))
     return total
 
 
@@ -101,9 +101,9 @@ def _scattered(carried: Carried, keys: Sequence[Tensor], shape: torch.Size) -> C
     return by_row(carried.moved(every.view(shape)), axes)
 
 
-def _constant(value: Any, here: Tensor, place: Any, shape: torch.Size) -> Tensor:
+def _constant(run: Compilation, value: Any, here: Tensor, place: Any, shape: torch.Size) -> Tensor:
     """Return the constants of a target or of a write into it, zero elsewhere."""
-    full = torch.zeros(shape, device=here.device)
+    full = run.like.new_zeros(shape)
     if isinstance(value, Tensor) and value.shape == shape:
         return value * here
     full[place] = value

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -30,6 +31,9 @@ Kind = Literal["carried", "factor"]
 LEVELS = ("sigmoid", "hardsigmoid", "log_sigmoid", "logsigmoid")
 """Activations with f(0) != 0."""
 
+MASK = "mask"
+"""The name of an argument that is a function of a padding mask."""
+
 GATED = 0.5
 """The rank of a product of a value and a gate: between a linear value and an activation."""
 
@@ -55,7 +59,7 @@ class Node:
     """A tensor that depends on a module's inputs: the function that made it, and its arguments.
 
     Attributes:
-        name: the function's name; "input" for an input of the module.
+        name: the function's name; "input" for an input of the module, `MASK` for a mask among its arguments.
         func: the function, without its in-place form.
         args, kwargs: its arguments, with nodes in place of the tensors that have one.
         value: the tensor.
@@ -80,6 +84,14 @@ class Node:
     refusal: str | None = None
     position: Position = ()
 
+    @cached_property
+    def is_constant(self) -> bool:
+        """Whether the tensor is made of padding masks and constants alone, so that it hides nothing of the tokens."""
+        if self.kind == "carried" or self.name == MASK:
+            return self.name == MASK
+        nodes = list(nodes_in((self.args, self.kwargs)))
+        return bool(nodes) and all(node.is_constant for node in nodes)
+
     def __repr__(self) -> str:
         """Show the function and the shape."""
         return f"{self.name}{tuple(self.value.shape)}"
@@ -94,6 +106,15 @@ def is_zero(tensor: Tensor) -> bool:
 def nodes_in(value: Any) -> Iterator[Node]:
     """Yield the nodes in nested arguments."""
     return (entry for entry in _entries(value) if isinstance(entry, Node))
+
+
+def without_constants(value: Any) -> Any:
+    """Return nested arguments with the values of constants (see `Node.is_constant`) in place of their nodes."""
+    if isinstance(value, Node):
+        return value.value.detach() if value.is_constant else value
+    if type(value) in (tuple, list):
+        return type(value)(map(without_constants, value))
+    return {key: without_constants(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def _entries(value: Any) -> Iterator[Any]:
@@ -159,7 +180,7 @@ def rank_of_product(factors: list[Any]) -> int | float:
             return 0
         if ranks[0] < GATE:
             return ranks[0]
-        if any(isinstance(x, Node) and x.kind == "factor" for x in factors):
+        if any(isinstance(x, Node) and x.kind == "factor" and not x.is_constant for x in factors):
             return GATED_FACTOR
         return GATED_CONSTANT if any(x.ndim for x in constants) else ranks[0]
     sizes = [node.value.numel() for node in carried]

@@ -72,7 +72,7 @@ def _spectrum(run: Compilation, node: Node, dim: int) -> _Spectrum:
             first, second = second, first
         if isinstance(first, Node) and is_carried(first) and not is_carried(second):
             inner = _spectrum(run, first, dim)
-            factor = torch.as_tensor(run.number(second), device=run.like.device)
+            factor = run.exact(second)
             factor = _last(1 / factor if "div" in node.name else factor, dim, node.value.ndim)
             return _times(inner, factor, node.value.movedim(dim, -1).shape)
     if node.name == "einsum" and isinstance(node.args[0], str):

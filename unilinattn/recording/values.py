@@ -78,15 +78,19 @@ class Operand:
 def values(operands: Sequence[Operand]) -> list[int]:
     """Return the numbers of the operands that may be the value of a product, in their order.
 
-    An activation with f(0) != 0, such as a sigmoid, is a gate, and a key is a weight. Where the product sums over
-    tokens, as that of attention weights with values does, the least activated operand is the value. Elsewhere, as in
-    the product of a gate with the output of a scan, it is the one that comes from most tokens, then the least activated
-    one. Of a sum over channels, as that of queries with a state, activations say nothing; a query is no value.
+    Where the product sums over the tokens of some operands and not of others, such as a matrix with a row for each
+    token, the former are mixed. An activation with f(0) != 0, such as a sigmoid, is a gate, and a key is a weight. Of
+    several that are mixed, as attention weights and values are, the least activated operand is the value. Elsewhere,
+    as in the product of a gate with the output of a scan, it is the one that comes from most tokens, then the least
+    activated one. Of a sum over channels, such as that of queries with a state, activations say nothing, and a query is
+    no value.
     """
-    numbers = [n for n, operand in enumerate(operands) if operand.rank < GATE] or list(range(len(operands)))
+    mixed = [n for n, operand in enumerate(operands) if operand.is_summed_over_tokens]
+    every = mixed or list(range(len(operands)))
+    numbers = [n for n in every if operands[n].rank < GATE] or every
     if len(numbers) > 1:
         numbers = [n for n in numbers if not operands[n].is_key] or numbers
-    if len(numbers) > 1 and not any(operands[n].is_summed_over_tokens for n in numbers):
+    if len(numbers) > 1 and not mixed:
         reach = {n: operands[n].reach for n in numbers}
         numbers = [n for n in numbers if reach[n] == max(reach.values())]
         if any(operand.summed for operand in operands):

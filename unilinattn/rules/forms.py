@@ -1,10 +1,10 @@
 """Frozen forms of norms and attention for `rules.freezing`; their signatures are those of torch's functions."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
@@ -20,6 +20,34 @@ Parts = tuple[Tensor, Tensor | None]
 def carried(value: Any) -> bool:
     """Tell whether a tensor requires a gradient, or one of a nested value."""
     return any(tensor.requires_grad for tensor in tensors(value))
+
+
+def without_gradients(args: Any, kwargs: dict[str, Any], memory: Collection[int]) -> tuple[Any, dict[str, Any]]:
+    """Return the arguments of a call of a host in which no constant requires a gradient, as carried tensors do.
+
+    A host may make leaves, and parameters such as a transposed one. Of the latter, those in the `memory` of the model's
+    parameters are constants; others may have the values of tokens.
+    """
+    if kwargs.get("requires_grad") is True:
+        kwargs = {**kwargs, "requires_grad": False}
+    made = [t for t in tensors((args, kwargs)) if isinstance(t, nn.Parameter) and t.requires_grad]
+    constants = {id(t): nn.Parameter(t.detach(), requires_grad=False) for t in made if _storage(t) in memory}
+    if not constants:
+        return args, kwargs
+    values, named = mapped((args, kwargs), lambda tensor: constants.get(id(tensor), tensor))
+    return values, named
+
+
+def memory_of(module: nn.Module) -> frozenset[int]:
+    """Return numbers that tell the memory of a module's parameters, without those that have none, as packed ones."""
+    return frozenset(filter(None, map(_storage, module.parameters())))
+
+
+def _storage(tensor: Tensor) -> int:
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return 0
 
 
 def as_source(value: Any, like: Tensor, record: Callable[[Tensor], None] | None = None) -> Any:

@@ -22,7 +22,7 @@ from unilinattn.call.nested import mapped, tensors
 from unilinattn.errors import UncoveredError
 from unilinattn.mixers.base import checked_factors
 from unilinattn.rules import functions as kinds
-from unilinattn.rules.forms import FORMS, as_source, carried, linear_in
+from unilinattn.rules.forms import FORMS, as_source, carried, linear_in, without_gradients
 from unilinattn.rules.functions import Product, name_of, opened
 from unilinattn.rules.refusals import added_factor, is_stopped_by_host
 from unilinattn.rules.slopes import frozen_slope
@@ -43,14 +43,13 @@ class Freezing(TorchFunctionMode):
 
     Args:
         where: returns the path and class of the module that is running, for errors.
-        mark: called with each function of constants, its arguments and its result; returns the result, or a tensor
-            that is carried from here on.
-        half: whether two carried factors of different rank share the relevance of their product, as in layer-wise
-            relevance propagation; by default the activated one is frozen.
+        mark: called with each function of constants, its arguments and its result; returns it, or a carried tensor.
+        half: whether carried factors of different rank share their product's relevance; else the activated is frozen.
 
     Attributes:
         shared: functions with two carried factors of equal rank, each of which got half.
         last_sum: the latest sum of two carried tensors (batch, length, channel), None if there is none.
+        memory: the numbers of the memory of the model's parameters (`forms.memory_of`), which the caller sets.
     """
 
     def __init__(
@@ -68,11 +67,12 @@ class Freezing(TorchFunctionMode):
         self._added: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self.shared: set[str] = set()
         self.last_sum: Tensor | None = None
+        self.memory: frozenset[int] = frozenset()
         self._stream: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Apply the rule of a function; raise `UncoveredError` if it has none."""
-        kwargs = kwargs or {}
+        args, kwargs = without_gradients(args, kwargs or {}, self.memory)
         name, in_place = name_of(func, dict(kwargs))
         if name == "requires_grad" and in_place:
             # A host that switches gradients on or off does not change which tensors are carried.

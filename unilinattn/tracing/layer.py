@@ -29,18 +29,18 @@ from unilinattn.operator.piecewise import PiecewiseOperator
 from unilinattn.operator.reconstruction import worst_error
 from unilinattn.operator.stages import Stage, walk
 from unilinattn.tracing.around import stream_around
+from unilinattn.tracing.copied import Copied
 from unilinattn.tracing.following import stages_after
 from unilinattn.tracing.frozen_pullback import last_projection, to_cores, to_projection
 from unilinattn.tracing.trust import precision_of
 
 
-class Layer:
+class Layer(Copied):
     """One call of one token-mixing module: its input, its output, and the operator between them.
 
     Attributes:
         name: the module's path, with "#2" for the second call of a shared module.
-        kind: the kind of token mixer ("Mamba-1 (S6)").
-        architecture: name of the adapter.
+        kind, architecture: the kind of token mixer ("Mamba-1 (S6)"), and the name of the adapter.
         input, output: the module's input (batch, key, in) and output (batch, query, out), in the operator's dtype.
         multiplier: the host's factor on the output in its sum with the stream.
         mask: real positions of the output (batch, query), None if all are real.
@@ -91,7 +91,7 @@ class Layer:
         self.stream, self.multiplier = around.entering, around.multiplier
         self.next_stream = None if in_pieces else around.leaving
         self.stream_dtype = around.dtype or self.output.dtype
-        self._following = record.following
+        self._following, self._masks = record.following, record.masks
         self._reader, self._weights = record.reader, weights
         self._prefix = None if prefix is None else replace(prefix, output=prefix.output.to(device, dtype))
         self._latest = None if prefix is None else latest
@@ -343,11 +343,9 @@ class Layer:
             return in_gradient_mode(False, lambda: isolated(self.module, lambda: build_flow(self._architecture, call)))
 
     def flow_in_run(self, x: Float[Tensor, "batch key in"], arguments: Mapping[str, Any] | None = None) -> Flow:
-        """Build `flow` inside a run of the model, which may replace its weights by those of the traced run.
-
-        `arguments`: those of the layer's call in this run, by default the recorded ones.
-        """
-        call = Call(self.module, self.name, arguments or self.arguments, x, self.output, self.seen, self.axes)
+        """Build `flow` inside a run of the model and with its weights, by default on the recorded `arguments`."""
+        read = arguments or self.arguments
+        call = Call(self.module, self.name, read, x, self.output, self.seen, self.axes, self._masks)
         with full_precision():
             return build_flow(self._architecture, call)
 

@@ -32,6 +32,7 @@ from unilinattn.host.wrappers import unwrapped
 from unilinattn.registry import ImageTokens
 from unilinattn.tracing.agreement import call_of, compared_with_call
 from unilinattn.tracing.builder import LayerBuilder
+from unilinattn.tracing.copied import Copied
 from unilinattn.tracing.gradient_cost import frozen_cost, gradient_cost
 from unilinattn.tracing.gradients import gradient_of, shared_gradient
 from unilinattn.tracing.inner_padding import padded_arguments, padded_text
@@ -50,8 +51,10 @@ Target = int | Sequence[int] | Int[Tensor, " batch"]
 
 
 @dataclass(eq=False, repr=False)
-class Trace:
+class Trace(Copied):
     """One run of a host model: its token-mixing layers in order of execution, and its output.
+
+    `copy.deepcopy(trace)` copies the model too, and pickling raises `UncoveredError`: save results, and trace again.
 
     Attributes:
         host: the model.
