@@ -122,6 +122,20 @@ def unbiased_values(module: Heads, x: Tensor) -> list[Tensor]:
     return [x @ value.weight.T for value in module.value]
 
 
+def differential(module: Heads, maps: list[Tensor], values: list[Tensor]) -> Tensor:
+    first, second, third = maps
+    pairs = ((first, second), (second, third), (third, first))
+    return torch.cat([a @ v - 0.3 * (b @ v) for (a, b), v in zip(pairs, values, strict=True)], -1)
+
+
+def test_cores_of_the_same_values_add_up_in_each_head() -> None:
+    module, x = layer(differential), draw(2, 7, WIDTH)
+    require_complete(op := operator(module, x))
+    with torch.no_grad():
+        maps = torch.stack(module.maps(x), 1)
+    assert relative_error(op.matrix("core", heads=None), maps - 0.3 * maps.roll(-1, 1)) < LIMIT
+
+
 def summed(module: Heads, maps: list[Tensor], values: list[Tensor]) -> Tensor:
     first, *_ = outputs = mixed(module, maps, values)
     return torch.cat([sum(outputs, torch.zeros_like(first)), *[torch.zeros_like(first)] * 2], -1)

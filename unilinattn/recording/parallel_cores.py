@@ -18,6 +18,34 @@ from unilinattn.operator.scopes import has_core
 from unilinattn.operator.stages import Branch, Chain, Matrix, Mix, Scale, Stage, run
 
 
+def scaled_core(stages: Sequence[Stage], scale: Scale) -> Stage | None:
+    """Return the last of some stages, a core, with its rows times a scale of one number for each query and head.
+
+    So the weights of a softmax that divides the sum of its values are those of the core. None for other stages and
+    scales: a norm or an activation after the core, which depends on the core's output, stays outside of it, as do gates
+    that differ by channel.
+    """
+    if scale.bias is not None or scale.role not in ("gate", "skip") or (scale.role == "gate" and scale.of_value):
+        return None
+    if not stages:
+        return None
+    *before, last = stages
+    if isinstance(last, Branch):
+        ends = [scaled_core((*before, *chain), scale) if chain else None for chain in last.chains]
+        chains = [(*chain[:-1], end) for chain, end in zip(last.chains, ends, strict=True) if end is not None]
+        return replace(last, chains=tuple(chains)) if len(chains) == len(ends) else None
+    factor = scale.scale
+    if (weights := _weights(last)) is None or factor.requires_grad or not bool(torch.isfinite(factor).all()):
+        return None
+    heads, groups = weights.shape[1], factor.shape[2]
+    channels = next((stage.shape[0] for stage in reversed(before) if isinstance(stage, Matrix)), 0)
+    # Of heads of one channel the factors differ by channel.
+    if heads % groups or (groups >= channels if channels else groups > 1):
+        return None
+    rows = factor.repeat_interleave(heads // groups, 2).transpose(1, 2)[..., None]
+    return Mix("core", Dense(weights * rows))
+
+
 def summed_cores(branch: Branch) -> Chain:
     """Return the branch with one core for each set of parallel cores with the same values, whose maps add up.
 

@@ -6,7 +6,7 @@ import torch
 
 from unilinattn.mixers import Dense, Gather, Toeplitz
 from unilinattn.operator.stages import Branch, Center, Chain, Matrix, Mix, Scale, Stage
-from unilinattn.recording.parallel_cores import joined_cores, summed_cores
+from unilinattn.recording.parallel_cores import joined_cores, scaled_core, summed_cores
 
 
 def simplified(chain: Chain) -> Chain:
@@ -59,6 +59,7 @@ def _append(stages: list[Stage], stage: Stage) -> None:
         (stages and _is_gather(stages[-1]) and (joined := _joined(stages[-1], stage)) is not None)
         or (isinstance(stage, Matrix) and stages and (joined := _multiplied(stages[-1], stage)) is not None)
         or (isinstance(stage, Scale) and stages and (joined := _shifted(stages[-1], stage)) is not None)
+        or (isinstance(stage, Scale) and stages and (joined := scaled_core(stages, stage)) is not None)
     ):
         stages[-1] = joined
         return
