@@ -207,5 +207,5 @@ class Shortened(nn.Module):
 def test_needs_are_not_tried_where_one_layer_has_many_tokens() -> None:
     torch.manual_seed(0)
     short, long = (ula.trace(Shortened().eval(), torch.randn(1, 4, size), progress=False) for size in (400, 4200))
-    assert len(long.layers) == 2 and long.layers[-1].output.shape[1] == 42
+    assert len(long.layers) == 3 and long.layers[-1].output.shape[1] == 42
     assert Needs(short, -1, 1, "all").methods() and not Needs(long, -1, 1, "all").methods()

@@ -32,23 +32,32 @@ READ = ("in_channels", "in_features", "num_features", "num_channels", "normalize
 WRITTEN = ("out_channels", "out_features", "num_features", "num_channels", "normalized_shape")
 """Attributes of the layers of torch with the number of channels that they read, and that they write."""
 
+CONVOLVED = ("in_channels", "out_channels", "num_features", "num_channels")
+"""Those of layers whose channels are the second axis."""
+
 
 def axes_of(module: nn.Module, entered: Tensor, output: Tensor) -> Axes | None:
     """Return the axes of channels of a call, None if the module's layers do not tell them.
 
-    An entering image of as many rows and columns as channels has its channels where the returned one has them.
+    An entering image of as many rows and columns as channels has its channels where the returned one has them. So has
+    a signal of as many steps as channels that is convolved, and a returned one has them where the entering one has.
     """
     before = channel_axis(module, entered.shape)
     after = before if entered.shape == output.shape else channel_axis(module, output.shape, writes=True)
     if before is None or after is None:
         return None
-    if _is_cube(entered) and output.ndim == entered.ndim and not _is_cube(output):
-        before = after
+    if output.ndim == entered.ndim and _is_cube(entered) != _is_cube(output):
+        convolves = bool(_sizes(module, *CONVOLVED))
+        if _is_cube(entered) and (convolves or entered.ndim > 3):
+            before = after
+        elif convolves and entered.ndim == 3:
+            after = before
     return Axes(before, after)
 
 
 def _is_cube(x: Tensor) -> bool:
-    return x.ndim == 4 and x.shape[1] == x.shape[2] == x.shape[3]
+    """Whether an image has as many rows and columns as channels, or a signal as many steps."""
+    return x.ndim in (3, 4) and len(set(x.shape[1:])) == 1
 
 
 def channel_axis(module: nn.Module, shape: Sequence[int], writes: bool = False) -> int | None:
@@ -60,7 +69,7 @@ def channel_axis(module: nn.Module, shape: Sequence[int], writes: bool = False) 
     """
     if isinstance(module, POOLS):
         return 1
-    convolved = _sizes(module, "in_channels", "out_channels", "num_features", "num_channels")
+    convolved = _sizes(module, *CONVOLVED)
     projected = _sizes(module, "in_features", "out_features", "normalized_shape")
     second, last = shape[1], shape[-1]
     if second != last and {second, last} <= convolved | projected:
@@ -71,7 +80,7 @@ def channel_axis(module: nn.Module, shape: Sequence[int], writes: bool = False) 
         first = next((size for size in (layers[::-1] if writes else layers) if size in (second, last)), None)
         if first is not None:
             return 1 if first == second else -1
-    if second in convolved and (len(shape) > 3 or last not in projected | convolved):
+    if second in convolved and (len(shape) > 3 or last not in (projected if second == last else projected | convolved)):
         return 1
     if last in projected | convolved or len(shape) < 4:
         return -1

@@ -44,6 +44,8 @@ class _Call:
         is_part: whether it is a layer because the module around it holds others.
         windowed: whether its sequences are windows of those of the model.
         computes_streams: whether it makes queries, keys and values for a module in it, with which it is one layer.
+        keeps_steps: whether it returns as many steps in time as it reads, (batch, channel, step).
+        is_of_steps: whether these are the tokens, as in a model of convolutions; elsewhere a stem makes tokens of them.
     """
 
     path: str
@@ -60,6 +62,8 @@ class _Call:
     is_part: bool = False
     windowed: bool = False
     computes_streams: bool = False
+    keeps_steps: bool = False
+    is_of_steps: bool = False
     streams: "list[_Call]" = field(default_factory=list)
 
     @property
@@ -83,6 +87,11 @@ class _Call:
         """The axis of channels of the stream that it reads."""
         assert self.tensor is not None
         return channel_axis(self.module, self.tensor.shape) or -1
+
+    @property
+    def is_of_tokens(self) -> bool:
+        """Whether its vectors are those of tokens, and no pixels of which a stem makes some."""
+        return self.axis == -1 or self.is_of_steps
 
     @property
     def tokens(self) -> int:
@@ -181,19 +190,24 @@ class _Search(Observer[_Call]):
             return
         if frame.attends and frame.holds_layer:
             self._take_convolutions(frame)
-        if frame.holds_layer and not frame.computes_streams:
-            # Beside layers, the parts that mix are layers by themselves, but for convolutions of pixels before blocks.
+        parent = self.stack[-2] if len(self.stack) > 1 else None
+        only_convolves = parent is None and not frame.attends and self._first is None
+        if (frame.holds_layer and not frame.computes_streams) or only_convolves:
+            # Beside layers, and in the forward of a model of convolutions, the parts that mix are layers by themselves,
+            # but for convolutions of pixels before blocks.
             stem = 0 if frame.block else frame.first
             for call in frame.streams:
-                if call.tokens > 1 and (call.number > stem or call.attends or call.axis == -1):
+                call.is_of_steps = only_convolves and call.keeps_steps
+                if call.tokens > 1 and (call.number > stem or call.attends or call.is_of_tokens):
                     call.is_part = True
                     self._add(call)
             return
         result = main_tensor(output)
-        parent = self.stack[-2] if len(self.stack) > 1 else None
         if parent is None:
             return
         is_stream = result is not None and self._is_stream(frame, result)
+        if is_stream and frame.tensor is not None and result is not None:
+            frame.keeps_steps = result.ndim == 3 and result.shape[2:] == frame.tensor.shape[2:]
         is_whole = is_stream and not is_basic(module) and not self._is_wrapped(frame, parent)
         computes_streams = is_whole and self._computes_streams(frame, parent)
         if result is not None and is_whole and not computes_streams:
@@ -238,7 +252,7 @@ class _Search(Observer[_Call]):
         attending = [call.block or call.number for call in self.paths.values() if call.attends]
         attending += [] if self._first is None else [self._first]
         first = min(attending or [call.block or call.number for call in wholes], default=0)
-        calls = (call for call in self.paths.values() if call.number >= first or call.axis == -1)
+        calls = (call for call in self.paths.values() if call.number >= first or call.is_of_tokens)
         return {call.path: call.attends for call in calls}
 
     @staticmethod
@@ -280,12 +294,13 @@ class _Search(Observer[_Call]):
                 if not batch or tensor.shape[0] % batch:
                     return False
                 frame.windowed = True
+        axes = axes_of(frame.module, x, result)
+        if axes is None:
+            return False
         # The pixels of an image are no tokens.
         # Nor are the frames of a signal of which convolutions make another number of tokens.
-        is_resized = not frame.attends and result.shape[1:-1].numel() != x.shape[1:-1].numel()
-        is_image = (x.ndim > 3 or is_resized) and any(x is argument for argument in self._arguments)
-        axes = axes_of(frame.module, x, result)
-        if is_image or axes is None:
+        is_resized = not frame.attends and _steps(x, axes.inputs) != _steps(result, axes.output)
+        if (x.ndim > 3 or is_resized) and any(x is argument for argument in self._arguments):
             return False
         if frame.windowed and not frame.attends and self._length(frame, result, axes.output) == 1:
             # Each piece of a signal becomes a token.
@@ -354,12 +369,18 @@ class _Search(Observer[_Call]):
         return float((after - before).norm()) > allowed * float(before.norm())
 
 
+def _steps(x: Tensor, axis: int) -> int:
+    """Return the number of vectors of each sequence, whose channels are at `axis`."""
+    return x.shape[2:].numel() if axis == 1 else x.shape[1:-1].numel()
+
+
 def _is_widened(frame: _Call, parent: _Call) -> bool:
     """Whether a convolution has other channels than the stream, to which only the module around it leads back."""
     x, stream = frame.tensor, parent.tensor
     if frame.attends or x is None or stream is None or x.ndim != 3 or stream.ndim != 3:
         return False
-    is_block = parent.path.rpartition(".")[2].isdigit()
+    # A list, and the model itself, lead nowhere back.
+    is_block = not parent.path or parent.path.rpartition(".")[2].isdigit()
     return not is_block and parent.tokens == frame.tokens and stream.shape[parent.axis] != x.shape[frame.axis]
 
 

@@ -91,7 +91,9 @@ def find_leak(
     }
     windows = windows_of([record.entered for record in layers], sequences_in(arguments))
     halves = {shape: half_of(shape, windows.get(shape)) for shape in sorted(streams | ids) if prod(shape) > 1}
-    perturbed = [TokenHalf(model, shape, half) for shape, first in halves.items() for half in (first, ~first)]
+    perturbed = [
+        TokenHalf(model, shape, half, axes=shapes) for shape, first in halves.items() for half in (first, ~first)
+    ]
     # Without ids, what comes before the first block makes tokens of a signal.
     has_ids = any(is_token_ids(name, arguments) for name in arguments)
     begins = None if has_ids or not layers else block_of(layers[0])
@@ -266,6 +268,9 @@ class _Probe(Run):
         results = [*tensors(output), *([] if logits is None else [logits])]
         for index, t in enumerate(t for t in results if t.is_floating_point() and t.ndim and t.numel()):
             key: Key = ("output", "", 1, index)
+            # The last layer tells where an output of as many tokens as channels has these.
+            last = next((axis for shape, axis in self._shapes.items() if len(shape) == 3), -1)
+            t = t.mT if _is_square(t) and self._shapes.get(tuple(t.shape), last) == 1 else t
             self._compare(key, elements if key == self._whole else rows if t.ndim == 3 else sample, t)
 
     def entering(self, frame: Call, module: nn.Module, inputs: Inputs) -> None:

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
-from unilinattn.call.axes import as_tokens, in_shape
+from unilinattn.call.axes import as_tokens, channel_axis, in_shape
 from unilinattn.discovery.changes import Shape
 from unilinattn.discovery.noise import exchanged, noisy, noisy_beside
 from unilinattn.discovery.perturbation import special_ids
@@ -29,6 +29,7 @@ class TokenHalf:
         shape: (batch, tokens) of the stream, or of ids that are no stream of the layers.
         half: the perturbed tokens.
         order: the place of each token among the first vectors of the stream, None for the same one.
+        axes: the axis of channels of vectors, by their shape.
     """
 
     def __init__(
@@ -37,12 +38,13 @@ class TokenHalf:
         shape: Shape,
         half: Bool[Tensor, "batch token"],
         order: Int[Tensor, " row"] | None = None,
+        axes: Mapping[tuple[int, ...], int] | None = None,
     ) -> None:
-        self._model, self._shape, self._half, self._order = model, shape, half, order
+        self._model, self._shape, self._half, self._order, self._axes = model, shape, half, order, axes or {}
 
     def sorted(self, orders: Mapping[Shape, Int[Tensor, " row"]]) -> "TokenHalf":
         """Return the perturbation of the same tokens, with the orders of the first vectors of some streams."""
-        return TokenHalf(self._model, self._shape, self._half, orders.get(self._shape))
+        return TokenHalf(self._model, self._shape, self._half, orders.get(self._shape), self._axes)
 
     def inputs(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Exchange the ids or vectors of tokens, so that values stay valid: coordinates may be among them."""
@@ -73,7 +75,15 @@ class TokenHalf:
             return value
         half = self._half.to(value.device)
         if value.is_floating_point():
-            return exchanged(value, half) if value.ndim == 3 and "mask" not in name else value
+            if value.ndim != 3 or "mask" in name:
+                return value
+            axis, is_square = self._axes.get(tuple(value.shape)), value.shape[1] == value.shape[2]
+            if axis is None and is_square and channel_axis(self._model, value.shape) == 1:
+                # Either axis may have its tokens: those of the first vectors that are known are perturbed.
+                return value
+            if axis == 1:
+                return exchanged(value.mT, half).mT if is_square else value
+            return exchanged(value, half)
         if not is_token_ids(name, arguments):
             return value
         # Other special ids would change the layout: padding is masked, and those of an image become its vectors.

@@ -28,6 +28,9 @@ from unilinattn.discovery.unknown import probable_mixers
 from unilinattn.errors import UncoveredError
 from unilinattn.host.run import run
 
+CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
+"""Functions that read channels from the second axis."""
+
 Shapes = tuple[tuple[int, ...], ...]
 """The shape of each tensor."""
 
@@ -46,6 +49,8 @@ class Region(nn.Module):
         """Begin without calls."""
         super().__init__()
         self._plans: dict[Shapes, Plan] = {}
+        self.in_channels: int | None = None
+        self.out_channels: int | None = None
 
     def learn(self, shapes: Shapes, plan: Plan) -> None:
         """Store the calls for inputs of these shapes; modules and weights that they use become the region's own."""
@@ -56,6 +61,10 @@ class Region(nn.Module):
         calls = []
         for call in plan.calls:
             args, kwargs = mapped((call.args, dict(call.kwargs)), named)
+            if (channels := _channels(call)) is not None:
+                # As a module of torch does, it tells by these where its tensors have their channels.
+                first, self.out_channels = channels
+                self.in_channels = first if self.in_channels is None else self.in_channels
             calls.append(replace(call, target=named(call.target), args=args, kwargs=kwargs, result=None))
         self._plans[shapes] = replace(plan, calls=tuple(calls))
 
@@ -93,6 +102,17 @@ class Region(nn.Module):
             target = resolved(call.target) if isinstance(call.target, _Member) else call.target
             values.update(zip(call.values, results_of(target, args, target(*args, **kwargs)), strict=True))
         return values[plan.output]
+
+
+def _channels(call: Event) -> tuple[int, int] | None:
+    """Return the numbers of channels, in the second axis, that a convolution or a pool reads and writes."""
+    if "pool" in call.name:
+        return call.shapes[0][1], call.shapes[0][1]
+    if call.name not in CONVOLUTIONS:
+        return None
+    weight = call.args[1] if len(call.args) > 1 else call.kwargs["weight"]
+    groups = call.args[6] if len(call.args) > 6 else call.kwargs.get("groups", 1)
+    return (groups * weight.shape[1], call.shapes[0][1]) if isinstance(weight, Tensor) else None
 
 
 def _replaced(nested: Any, function: Callable[[Any], Any]) -> Any:

@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from unilinattn.call.axes import channel_axis
 from unilinattn.call.nested import tensors
 from unilinattn.discovery.candidates import mixing_modules
 from unilinattn.discovery.completeness import Key, Leak, find_leak
@@ -214,7 +215,7 @@ class _Search:
             while holder is not None:
                 self._holders.add(holder.name)
                 holder = holder.parent
-        self._lengths = _lengths(arguments, layers)
+        self._lengths = _lengths(model, arguments, layers)
         self._mixers: dict[str, bool] = {}
 
     def run(self) -> tuple[UnregisteredMixer, ...]:
@@ -305,20 +306,32 @@ class _Search:
         return {path for path, cls in self._classes.items() if cls in classes and path not in excluded}
 
 
-def _lengths(arguments: Mapping[str, Any], layers: Sequence[CallRecord]) -> list[int]:
-    """Return the distinct sequence lengths above 1 of the layers' inputs, without layers of the model's inputs."""
-    entered = [layer.entered for layer in layers]
-    ids = [x for x in arguments.values() if isinstance(x, Tensor) and x.ndim in (2, 3)] if not layers else []
-    lengths = dict.fromkeys(x.shape[1] for x in (*entered, *ids) if x is not None and x.ndim in (2, 3))
+def _lengths(model: nn.Module, arguments: Mapping[str, Any], layers: Sequence[CallRecord]) -> list[int]:
+    """Return the distinct sequence lengths above 1 of the layers' inputs, without layers of the model's inputs.
+
+    Inputs whose second axis has channels are left out: no run here perturbs tokens along another axis.
+    """
+    entered = [(layer.entered, layer.axes.inputs) for layer in layers]
+    if not layers:
+        entered = [(x, _axis(model, x)) for x in arguments.values() if isinstance(x, Tensor)]
+    lengths = dict.fromkeys(x.shape[1] for x, axis in entered if x is not None and x.ndim in (2, 3) and axis == -1)
     return [length for length in lengths if length > 1]
+
+
+def _axis(model: nn.Module, x: Tensor) -> int:
+    """Return the axis of channels of an argument."""
+    return channel_axis(model, x.shape) or -1 if x.is_floating_point() and x.ndim == 3 else -1
 
 
 def state_of(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[object, ...]:
     """Return the key of an answer: modules, their modes, switches, hooks and weights, arguments, adapters."""
     modules = dict(model.named_modules())
+    forwards = {path: vars(module).get("forward") for path, module in modules.items()}
+    # That of a model in a `cut` is this library's.
+    forwards |= {path: None for path, f in forwards.items() if type(f).__module__.startswith("unilinattn.")}
     # A hook may mix tokens, and so may a forward of one module or the code that an attribute switches on.
     classes = tuple(
-        (path, type(module), module.__dict__.get("forward"), *module._forward_pre_hooks, *module._forward_hooks)
+        (path, type(module), forwards[path], *module._forward_pre_hooks, *module._forward_hooks)
         for path, module in modules.items()
     )
     # Numbers may count calls.

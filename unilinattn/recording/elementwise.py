@@ -146,7 +146,8 @@ def divide(run: Compilation, node: Node, x: Any, other: Any, *, rounding_mode: s
     """Divide by a frozen number."""
     if rounding_mode is not None:
         raise UncoveredError("a quotient of values that depend on the tokens is rounded")
-    return run.scaled(run.value(x), 1 / run.exact(other), "gate")
+    of_value = isinstance(other, Node) and depends_on_mixed(other, x)
+    return run.scaled(run.value(x), 1 / run.exact(other), "gate", of_value=of_value)
 
 
 @rule("masked_fill")

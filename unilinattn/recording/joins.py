@@ -56,6 +56,7 @@ def write(run: Compilation, node: Node, target: Any, place: Any, value: Any) -> 
     shape = run.number(target).shape
     written = torch.zeros(shape, dtype=torch.bool, device=run.like.device)
     written[keys] = True
+    written = _narrowed(written)
     terms: list[Carried] = []
     if is_carried(target):
         terms.append(run.scaled(run.value(target), ~written, "gate"))
@@ -99,6 +100,15 @@ def _scattered(carried: Carried, keys: Sequence[Tensor], shape: torch.Size) -> C
     every = ((own_sequence * length + token) * width)[:, None] + index[:1] % width
     every[rows] = index
     return by_row(carried.moved(every.view(shape)), axes)
+
+
+def _narrowed(mask: Tensor) -> Tensor:
+    """Return a mask with one entry along each axis along which it does not change."""
+    for axis in range(mask.ndim):
+        first = mask.narrow(axis, 0, 1)
+        if torch.equal(first.expand_as(mask), mask):
+            mask = first
+    return mask
 
 
 def _constant(run: Compilation, value: Any, here: Tensor, place: Any, shape: torch.Size) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 
 from unilinattn.mixers import Dense, Gather, Toeplitz
 from unilinattn.operator.stages import Branch, Center, Chain, Matrix, Mix, Scale, Stage
+from unilinattn.recording.parallel_cores import joined_cores, scaled_core, summed_cores
 
 
 def simplified(chain: Chain) -> Chain:
@@ -16,9 +17,16 @@ def simplified(chain: Chain) -> Chain:
     stages: list[Stage] = []
     for stage in chain:
         if isinstance(stage, Branch):
-            stage = replace(stage, chains=tuple(simplified(inner) for inner in stage.chains))
-        _append(stages, stage)
+            branch = replace(stage, chains=tuple(simplified(inner) for inner in stage.chains))
+            for joined in (joined for summed in summed_cores(branch) for joined in _joined_heads(summed)):
+                _append(stages, joined)
+        else:
+            _append(stages, stage)
     return tuple(stages)
+
+
+def _joined_heads(stage: Stage) -> Chain:
+    return joined_cores(stage) if isinstance(stage, Branch) else (stage,)
 
 
 def _append(stages: list[Stage], stage: Stage) -> None:
@@ -51,6 +59,7 @@ def _append(stages: list[Stage], stage: Stage) -> None:
         (stages and _is_gather(stages[-1]) and (joined := _joined(stages[-1], stage)) is not None)
         or (isinstance(stage, Matrix) and stages and (joined := _multiplied(stages[-1], stage)) is not None)
         or (isinstance(stage, Scale) and stages and (joined := _shifted(stages[-1], stage)) is not None)
+        or (isinstance(stage, Scale) and stages and (joined := scaled_core(stages, stage)) is not None)
     ):
         stages[-1] = joined
         return

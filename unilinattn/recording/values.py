@@ -115,21 +115,26 @@ def factor_values(operands: Sequence[Operand]) -> list[int]:
 
 
 def depends_on_mixed(factor: Node, value: Node) -> bool:
-    """Tell whether a factor may depend on the latest sum over tokens that a value comes from, other than by the value.
+    """Tell whether a factor may depend on a latest sum over tokens that a value comes from, other than by the value.
 
-    True if this is unknown, as for a value that comes from several tensors behind such a sum.
+    True if this is unknown, as for a value that comes from an input by another way than such a sum.
     """
-    node = value
-    while not (isinstance(meaning_of(node.func), MixingFunction) or (node.name in PRODUCTS and len(_read(node)) > 1)):
-        behind = [other for other in _read(node) if other.kind == "carried"]
-        if len(behind) != 1:
+    behind, mixed, passed = [value], set[int](), {id(value)}
+    while behind:
+        node = behind.pop()
+        if isinstance(meaning_of(node.func), MixingFunction) or (node.name in PRODUCTS and len(_read(node)) > 1):
+            mixed.add(id(node))
+            continue
+        carried = [other for other in _read(node) if other.kind == "carried"]
+        if not carried:
             return True
-        (node,) = behind
-    reached, visited = [factor], set[int]()
+        behind += [other for other in carried if id(other) not in passed]
+        passed.update(map(id, carried))
+    reached, visited = [factor], {id(factor)}
     while reached:
         reached = [other for each in reached for other in _read(each) if id(other) not in visited]
         visited.update(map(id, reached))
-    return id(node) in visited or factor is node
+    return not mixed.isdisjoint(visited)
 
 
 def _read(node: Node) -> list[Node]:
