@@ -141,8 +141,14 @@ def summed(module: Heads, maps: list[Tensor], values: list[Tensor]) -> Tensor:
     return torch.cat([sum(outputs, torch.zeros_like(first)), *[torch.zeros_like(first)] * 2], -1)
 
 
-def test_cores_whose_outputs_are_the_same_channels_add_up() -> None:
-    module, x = layer(summed), draw(2, 7, WIDTH)
+def projected(module: Heads, maps: list[Tensor], values: list[Tensor]) -> Tensor:
+    outputs = mixed(module, maps, values)
+    return sum(y @ module.value[n].weight for n, y in enumerate(outputs[1:])) + outputs[0] @ module.value[2].weight
+
+
+@pytest.mark.parametrize("join", [summed, projected])
+def test_cores_whose_outputs_are_the_same_channels_add_up(join: Callable[..., Tensor]) -> None:
+    module, x = layer(join), draw(2, 7, WIDTH)
     require_complete(op := operator(module, x))
     with torch.no_grad():
         expected = torch.stack(module.maps(x)).sum(0)
