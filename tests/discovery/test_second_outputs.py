@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import unilinattn as ula
+from unilinattn.discovery.noise import noisy_beside
 from unilinattn.errors import UncoveredError
 from unilinattn.testing import relative_error
 
@@ -98,6 +99,31 @@ def test_a_layer_that_attends_to_keys_of_an_earlier_one_is_refused_and_not_left_
     assert [layer.opaque for layer in trace.layers] == [False, True]
     for method in ("occlusion", "input_x_gradient"):
         assert ula.explain(trace, method=method, target=-1).scores.shape == IDS.shape
+
+
+@pytest.mark.parametrize(
+    ("shape", "moved"),
+    [
+        # Keys, a second stream, a state, two feature maps, weights of attention, one number of each sequence.
+        ((2, 3, 8, 5), "tokens"),
+        ((2, 8, 5), "tokens"),
+        ((2, 6), "all"),
+        ((2, 8, 4, 4), "none"),
+        ((2, 3, 4, 4), "none"),
+        ((2, 3, 8, 8), "none"),
+        ((2,), "none"),
+    ],
+)
+def test_noise_moves_what_comes_from_the_perturbed_tokens(shape: tuple[int, ...], moved: str) -> None:
+    tokens = torch.arange(8, device="cpu") % 2 == 0
+    for perturbed in (tokens, tokens.expand(2, -1)):
+        change = noisy_beside(torch.zeros(shape, device="cpu"), perturbed) != 0
+        if moved == "tokens":
+            axis = shape.index(8)
+            assert change.index_select(axis, tokens.nonzero()[:, 0]).all()
+            assert not change.index_select(axis, (~tokens).nonzero()[:, 0]).any()
+        else:
+            assert change.all() if moved == "all" else not change.any()
 
 
 def test_keys_that_nothing_reads_again_change_nothing() -> None:

@@ -28,6 +28,9 @@ def noisy_beside(t: Tensor, perturbed: Bool[Tensor, " token"] | Bool[Tensor, "ba
     many tokens, and tensors without one, such as other feature maps, are left.
     """
     axes = [axis for axis, size in enumerate(t.shape) if axis and size == perturbed.shape[-1]]
+    if t.ndim > 3 and axes == [1]:
+        # These are heads, or channels of a feature map.
+        return t
     if not t.is_floating_point() or isinstance(t, nn.Parameter) or len(axes) > 1 or (not axes and t.ndim != 2):
         return t
     generator = torch.Generator().manual_seed(0)
