@@ -170,9 +170,9 @@ def _readers(
                 yield varies.index(True), user, query
             followed = [] if any(varies) or id(user) in visited else [_followed(user, node, mark) for mark in marks]
             visited.add(id(user))
-            known = [mark for mark in followed if mark is not None]
-            if len(known) == len(marks):
-                waiting.append((user, known))
+            marked = [mark for mark in followed if mark is not None]
+            if len(marked) == len(marks):
+                waiting.append((user, marked))
 
 
 def _indices(tensor: Tensor, axes: Sequence[int]) -> UInt8[Tensor, "*axes"]:
