@@ -68,3 +68,36 @@ def test_a_sum_of_activations_plus_a_constant_is_a_value(mixed: str, activated: 
     model.head(x + model.layer(x, frozen=True))[:, -1, 3].sum().backward()
     assert x.grad is not None
     assert relative_error(scores, (x * x.grad).sum(2)) < 1e-12
+
+
+CHANNELS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "linear": lambda x, weight: functional.linear(x, weight),
+    "matmul": lambda x, weight: x @ weight,
+    "einsum": lambda x, weight: torch.einsum("btc,dc->btd", x, weight),
+    "einsum with dots": lambda x, weight: torch.einsum("...c,dc->...d", x, weight),
+    "a convolution of one token": lambda x, weight: functional.conv1d(x.mT, weight[..., None]).mT,
+}
+
+
+class Adapted(nn.Module):
+    """A mean of earlier tokens, times a constant plus a map of activated channels, as in a low-rank adapter."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = (nn.Parameter(torch.randn(WIDTH, WIDTH)) for _ in range(2))
+        self.constant, self.form = nn.Parameter(torch.randn(WIDTH)), CHANNELS[form]
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = x.cumsum(1) / torch.arange(1, x.shape[1] + 1, device=x.device)[:, None]
+        return mixed * (self.constant + self.form(torch.tanh(x @ self.first), self.second))
+
+
+@pytest.mark.parametrize("form", CHANNELS)
+def test_a_constant_plus_a_map_of_activated_channels_is_a_gate(form: str) -> None:
+    """A gate that is not zero at zero is frozen by the half rule too, so that relevances are shares."""
+    model = Model(nn.Sequential(Adapted(form), Adapted(form))).eval().double()
+    ids = torch.randint(20, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    trace = ula.trace(model, ids, progress=False)
+    lrp, logit = (ula.explain(trace, method=name, target=-1, logit=3).scores for name in ("lrp", "logit"))
+    assert relative_error(lrp, logit) < 1e-12

@@ -34,6 +34,7 @@ from unilinattn.rules.functions import (
     PRODUCTS,
     SOLVING,
     rank_of_sum,
+    sums_channels,
 )
 
 REPEATED = 3
@@ -170,7 +171,7 @@ class _LayerFreezing(Freezing):
         # The values of a product by where the code calls it: how often, the last choice, and how often in a row.
         self._choices: dict[object, tuple[int, list[int], int]] = {}
         self._made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        # Sums of several values, such as a mean over tokens.
+        # Sums of several tokens, such as their mean.
         self._several: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         for tensor in (*module.parameters(), *module.buffers(), *tensors(masks)):
             self._made[tensor] = True
@@ -200,11 +201,12 @@ class _LayerFreezing(Freezing):
         elif name in PRODUCTS and len(operands) > len(constant) + 1:
             rank = min(rank, GATED)
         is_linear = name in PRODUCTS or name in AFFINE or name in FORMS
-        several = any(x in self._several for x in operands) if name in OF_ONE_VALUE else is_linear or name in LINEAR
+        in_token = name in OF_ONE_VALUE or sums_channels(name, args, carried)
+        several = any(x in self._several for x in operands) if in_token else is_linear or name in LINEAR
         if several:
             for tensor in tensors(result):
                 self._several[tensor] = True
-        # A sum of several activations plus a constant is no activation of one value.
+        # A sum over tokens of activations plus a constant is no activation.
         return self._ranked(result, rank) if is_linear or (several and name in SUMS) else result
 
     def _without_gated_constants(self, terms: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -20,6 +20,7 @@ from unilinattn.rules.functions import (
     SLOPES,
     SOLVING,
     rank_of_sum,
+    sums_channels,
 )
 
 Position = tuple[tuple[object, int], ...]
@@ -192,10 +193,12 @@ def rank_of_product(factors: list[Any]) -> int | float:
 
 
 def _is_activation(node: Node) -> bool:
-    """Tell whether each number is an activation of one value, perhaps times a constant, and no sum of several."""
+    """Tell whether a token has activations of one value each, perhaps times constants, and no sum over tokens."""
     while node.name not in SLOPES | HOMOGENEOUS:
         nodes = list(nodes_in((node.args, node.kwargs)))
-        if len(nodes) != 1 or node.kind != "carried" or node.name not in OF_ONE_VALUE:
+        if len(nodes) != 1 or node.kind != "carried":
+            return False
+        if node.name not in OF_ONE_VALUE and not sums_channels(node.name, node.args, lambda x: isinstance(x, Node)):
             return False
         (node,) = nodes
     return node.name not in LIMITS

@@ -143,6 +143,21 @@ def rank_of_sum(ranks: Iterable[int | float]) -> int | float:
     return max((rank for rank in ranks if rank < GATE), default=min(ranks, default=0))
 
 
+def sums_channels(name: str, args: tuple[Any, ...], is_carried: Callable[[Any], bool]) -> bool:
+    """Tell whether a product of a carried tensor with constants sums its last axis, that of channels, and no other."""
+    if name == "einsum":
+        inputs, _, output = str(args[0]).replace(" ", "").partition("->")
+        terms = [term for term, x in zip(inputs.split(","), args[1:], strict=False) if is_carried(x)]
+        return len(terms) == 1 and set(terms[0]) - set(output) == set(terms[0][-1:])
+    if name in ("matmul", "mm", "bmm"):
+        return is_carried(args[0])
+    if name in AFFINE:
+        # A convolution of one token each.
+        weight = args[1] if len(args) > 1 else None
+        return name == "linear" or (isinstance(weight, Tensor) and weight.shape[2:].numel() == 1)
+    return name == "addmm" and is_carried(args[1])
+
+
 def opened(func: Any) -> Any:
     """Return a composite function of torch that does not hand its call to a mode."""
     if func.__name__ == "cosine_similarity":
