@@ -122,7 +122,7 @@ def _is_content(name: str, value: Any, shapes: Collection[tuple[int, ...]]) -> b
         return not ("mask" in name and all(map(_is_mask, arrays)))
     if is_structure(name) or all(t.ndim < 2 or t.dtype == torch.bool for t in arrays):
         return False
-    return not all(tuple(t.shape) in shapes and _counts(t) for t in arrays)
+    return name.endswith("input_ids") or not all(tuple(t.shape) in shapes and _counts(t) for t in arrays)
 
 
 def is_structure(name: str) -> bool:
