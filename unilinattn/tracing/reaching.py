@@ -1,6 +1,6 @@
 """`Source` of a stream's vectors, and the inputs that reach the output beside those of all streams."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from unilinattn.call.nested import tensors
 from unilinattn.errors import UncoveredError
 from unilinattn.host.indices import checked_indices
-from unilinattn.host.inputs import call_host, ids_name, is_ids
+from unilinattn.host.inputs import call_host, ids_name
 from unilinattn.host.isolation import runs_in_gradient_mode
 from unilinattn.host.logits import logits_in
 from unilinattn.host.run import run
@@ -44,6 +44,7 @@ STRUCTURE = ("mask", "position", "type", "label", "size", "shape", "length", "gr
 STRUCTURE_WORDS = {
     *("pos", "bbox", "box", "boxes", "xpath", "alignment", "lang", "langs", "language", "languages", "speaker"),
     *("seg", "segment", "segments", "turn", "turns", "time", "timestep", "timesteps", "step", "steps"),
+    *("count", "counts"),
 }
 """Words between underscores that say so too."""
 
@@ -74,14 +75,11 @@ def inputs_beside(
     model: nn.Module, arguments: Mapping[str, Any], sources: Sequence[Source], layers: Sequence[Layer], read: Read
 ) -> Iterator[str]:
     """Yield the inputs that change what `read` returns of the output although the tokens' vectors are held."""
-    shapes = {tuple(layers[-1].output.shape[:2]), *(source.stream.shape for source in sources)}
-    # A model may put patches beside its text, whose ids have numbers of places too.
-    shapes |= {tuple(value.shape) for name, value in arguments.items() if name.endswith("input_ids") and is_ids(value)}
     names_of_sources = {source.ids or getattr(source.origin, "name", None) for source in sources}
     others = {name: value for name, value in arguments.items() if name not in names_of_sources}
     # A model may call its ids otherwise, and write as many tokens.
     main = ids_name(arguments)
-    names = [name for name, value in others.items() if name == main or _is_content(name, value, shapes)]
+    names = [name for name, value in others.items() if name == main or _is_content(name, value)]
     if not names:
         return
     hold = _hold(model, arguments, layers, sources)
@@ -110,30 +108,22 @@ def are_alone(
     return next(inputs_beside(model, arguments, sources, layers, read), None) is None
 
 
-def _is_content(name: str, value: Any, shapes: Collection[tuple[int, ...]]) -> bool:
+def _is_content(name: str, value: Any) -> bool:
     """Tell whether an argument may carry content: numbers or codes, but no mask, no size and no place of a token.
 
-    `shapes` are (batch, length) of tokens; places are whole numbers that count each of them.
+    Of whole numbers, such as 0, 1, 2, only the name tells places from codes.
     """
     arrays = [t for t in tensors(value) if t.numel()]
     if not arrays:
         return False
     if any(t.is_floating_point() or t.is_complex() for t in arrays):
         return not ("mask" in name and all(map(_is_mask, arrays)))
-    if is_structure(name) or all(t.ndim < 2 or t.dtype == torch.bool for t in arrays):
-        return False
-    return name.endswith("input_ids") or not all(tuple(t.shape) in shapes and _counts(t) for t in arrays)
+    return not (is_structure(name) or all(t.ndim < 2 or t.dtype == torch.bool for t in arrays))
 
 
 def is_structure(name: str) -> bool:
     """Tell whether the name of whole numbers says that they are no content, such as positions."""
     return any(word in name for word in STRUCTURE) or not STRUCTURE_WORDS.isdisjoint(name.lower().split("_"))
-
-
-def _counts(t: Tensor) -> bool:
-    """Tell whether whole numbers count the tokens of each sequence, or parts of it: none is skipped."""
-    steps = t.diff(dim=1)
-    return bool(((steps == 0) | (steps == 1)).all() and (steps == 1).any())
 
 
 def _is_mask(t: Tensor) -> bool:
