@@ -238,7 +238,7 @@ class _LayerFreezing(Freezing):
             if any(map(is_zero, constants)):
                 self._ranks.pop(result, None)
             elif self.rank(result) >= GATE and any(factor.ndim for factor in constants):
-                depends = any(factor in self._factors for factor in constants)
+                depends = any(self._factors.get(factor) == "argument" for factor in constants)
                 self._ranked(result, GATED_FACTOR if depends else GATED_CONSTANT)
             return result
         if x is other:

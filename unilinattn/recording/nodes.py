@@ -164,6 +164,16 @@ def rank_of(name: str, nodes: list[Node], args: tuple[Any, ...]) -> int | float:
     return min(rank, GATED)
 
 
+def _is_argument(node: Node) -> bool:
+    """Tell whether a factor is an argument of the module, such as a state or the values of another layer."""
+    while node.name in OF_ONE_VALUE:
+        nodes = list(nodes_in((node.args, node.kwargs)))
+        if len(nodes) != 1:
+            return False
+        (node,) = nodes
+    return node.name == "argument"
+
+
 def _carries(factors: list[Any]) -> bool:
     return any(isinstance(x, Node) and x.kind == "carried" for x in factors)
 
@@ -181,7 +191,7 @@ def rank_of_product(factors: list[Any]) -> int | float:
             return 0
         if ranks[0] < GATE:
             return ranks[0]
-        if any(isinstance(x, Node) and x.kind == "factor" and not x.is_constant for x in factors):
+        if any(isinstance(x, Node) and x.kind == "factor" and _is_argument(x) for x in factors):
             return GATED_FACTOR
         return GATED_CONSTANT if any(x.ndim for x in constants) else ranks[0]
     sizes = [node.value.numel() for node in carried]

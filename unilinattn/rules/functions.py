@@ -116,8 +116,8 @@ HOMOGENEOUS = _names("relu abs leaky_relu rrelu prelu")
 """Activations with f(x) = f'(x) x, whose derivative is the frozen slope."""
 
 GATE, GATED_CONSTANT, GATED_FACTOR = 2, 3, 4
-"""Ranks of an activation with f(0) != 0, such as a sigmoid, and of its product with constant channels, or with some
-that depend on tokens, such as those of a state.
+"""Ranks of an activation with f(0) != 0, such as a sigmoid, and of its product with constant channels, or with an
+argument of the module, such as a state.
 """
 
 NORMALISER = "logsumexp"
