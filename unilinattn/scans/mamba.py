@@ -226,7 +226,7 @@ def gated_delta_rule(
 
 
 def _by_group(
-    factor: Float[Tensor, "*channels state length"], step: Float[Tensor, "batch length channel"]
+    factor: Float[Tensor, "..."], step: Float[Tensor, "batch length channel"]
 ) -> Float[Tensor, "batch length group state"]:
     """Return a key or query of S6, (channel, state) for every token or (batch, *group, state, length), by group."""
     if factor.ndim == 2:
