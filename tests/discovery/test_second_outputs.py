@@ -1,4 +1,4 @@
-"""What a layer returns beside its output, such as its state or its keys and values, and later code reads."""
+"""Later code may read the state, or the keys and values, that a layer returns beside its output."""
 
 from typing import Any
 

@@ -57,7 +57,7 @@ class Blocks(Signal):
 
 
 class Inline(Signal):
-    """The same network with kernels of its own."""
+    """This network calls the functions of convolution with its kernels."""
 
     def __init__(self, entering: int, leaving: int, taps: int = 1) -> None:
         super().__init__(entering, leaving, taps)

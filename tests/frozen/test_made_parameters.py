@@ -1,4 +1,4 @@
-"""What a host makes of parameters alone depends on no token, also where torch would compute gradients for it."""
+"""Tensors that a host makes of its parameters are constants, even if torch would compute gradients for them."""
 
 from collections.abc import Callable
 

@@ -62,6 +62,12 @@ def delta_rule(factors: Factors) -> Tensor:
     return torch.stack(outputs, 1)
 
 
+def delta_rule_of_softmax(factors: Factors) -> Tensor:
+    """What the first keys read in a state of zeros is a factor that is zero."""
+    query, key, value, decay = factors
+    return delta_rule((query, key.softmax(-1), value, decay))
+
+
 def in_place(factors: Factors) -> Tensor:
     query, key, value, decay = factors
     state, outputs = torch.zeros(len(key), value.shape[2], key.shape[2], dtype=key.dtype), []
@@ -87,6 +93,7 @@ FORMS: dict[str, Callable[[Factors], Tensor]] = {
     "v k, read later": read_later,
     "v k, read before": read_before,
     "v k, delta rule": delta_rule,
+    "v k, delta rule of softmax": delta_rule_of_softmax,
     "v k, in place": in_place,
     "v k, all tokens": lambda f: torch.einsum("btvk,btk->btv", (f[2][..., None] * f[1][:, :, None]).cumsum(1), f[0]),
     "v k, all tokens, einsum": lambda f: torch.einsum(

@@ -23,7 +23,7 @@ DECAYS: dict[str, Form] = {
     "masked_fill": lambda gate, mask: gate.masked_fill(mask[..., None] == 0, 1.0),
     "lerp": lambda gate, mask: torch.lerp(torch.ones_like(gate), gate, mask[..., None].to(gate)),
 }
-"""Decays of a state that padded tokens leave as it is."""
+"""Decays with which a padded token keeps the state."""
 
 
 class Recurrent(nn.Module):

@@ -116,7 +116,7 @@ def call_host(model: nn.Module, arguments: Mapping[str, Any]) -> Any:
         return call_host(model, {name: value for name, value in arguments.items() if name != "use_cache"})
     except (IndexError, RuntimeError, ValueError, AssertionError) as error:
         if "NestedTensor" in str(error):
-            raise UncoveredError("the model computes with nested tensors, which have no axis of tokens.") from error
+            raise UncoveredError("the model computes with nested tensors: give it padded ones and a mask.") from error
         if (reason := _misfit(model, arguments)) is None:
             raise
         raise InputError(reason) from error

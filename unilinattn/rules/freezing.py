@@ -147,7 +147,7 @@ class Freezing(TorchFunctionMode):
         if isinstance(value, Tensor) and value in self._added:
             return self._added[value]()
         source = self._as_source(value, like)
-        if isinstance(value, Tensor) and value.is_floating_point() and value in self._factors:
+        if isinstance(value, Tensor) and value.is_floating_point() and value in self._factors and value.any():
             return added_factor(source, like, self._where(), self._factors[value])
         return source
 
