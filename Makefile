@@ -79,10 +79,11 @@ docs: .venv-docs/.installed
 	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --quiet --strict $(ARGS)
 
 lint: $(STAMP)
-	@echo "Checking style and types."
+	@echo "Checking style, types and the texts of seeded faults."
 	@$(BIN)/ruff check --quiet
 	@$(BIN)/ruff format --check --quiet
 	@$(BIN)/mypy --no-error-summary
+	@$(BIN)/python -m tools.mutants --check
 
 install: $(STAMP) browser
 
