@@ -4,7 +4,7 @@ Nothing is computed beside the module's own values. What a function does to the 
 back, so that scores and gates, which are only frozen factors, cost no more than their values.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from unilinattn.errors import UncoveredError
 from unilinattn.recording.complex_numbers import READING, Parts, complex_parts, is_complex, read_part
 from unilinattn.recording.keys import OUTER, position
 from unilinattn.recording.nodes import MASK, Kind, Node, is_zero, kind_of, nodes_in, rank_of
-from unilinattn.recording.views import Views, constants_in, elements_of, key_of, order_in, same_elements, with_copy
+from unilinattn.recording.views import Views, constants_in, elements_of, same_elements, slice_of, with_copy
 from unilinattn.rules.functions import (
     BLANK,
     COMPOSITE,
@@ -256,7 +256,8 @@ class Recording(TorchFunctionMode):
         whose detached view is written has neither, since autograd does not see the write.
         """
         sharing = self._views.sharing(target)
-        base = self._views.base(target) if len(sharing) > 1 else target
+        base = self._base(target) if len(sharing) > 1 else target
+        sharing = self._views.sharing(target)
         origin = self._nodes.get(id(target))
         is_detached = base is not target and origin is not None and origin.name in CONSTANT
         value: Any = None if base is None else self._nodes.get(id(base))
@@ -277,6 +278,19 @@ class Recording(TorchFunctionMode):
                 self._users.setdefault(id(copy), []).append(user)
         return None if base is None or base is target else (base, None if is_detached else value), arguments
 
+    def _base(self, target: Tensor) -> Tensor | None:
+        """Return the base of a memory; a tensor that has other strides, as a copy may, is recorded in their order."""
+        base = self._views.base(target)
+        if base is not None or (dense := self._views.dense(target)) is None:
+            return base
+        tensor, order = dense
+        node, base = self.node(tensor), tensor.permute(order)
+        if node is None:
+            self._keep(base)
+        else:
+            self._enter(Node("permute", torch.permute, (node, order), {}, base, node.kind, node.rank))
+        return base
+
     def _write_into(self, base: tuple[Tensor, Any] | None, target: Tensor, name: str) -> None:
         """Record the base of a memory after a write into a view of it."""
         self._views.write(target)
@@ -288,10 +302,15 @@ class Recording(TorchFunctionMode):
         if not nodes:
             return
         kind, rank = kind_of(nodes), rank_of("setitem", nodes, (old, value))
-        if old is not None and (key := key_of(target, tensor)) is not None:
-            self._enter(Node("setitem", Tensor.__setitem__, (old, key, value), {}, tensor, kind, rank))
-        elif old is not None and isinstance(value, Node) and (order := order_in(target, tensor)) is not None:
-            self._select(value, order, tensor)
+        if old is not None and (part := slice_of(target, tensor)) is not None:
+            value = _moved(torch.permute, value, part.order)
+            value = _moved(torch.reshape, value, part.read(tensor).shape)
+            old = _moved(torch.reshape, old, part.shape)
+            split = tensor if part.shape == tensor.shape else tensor.reshape(part.shape).clone()
+            node = Node("setitem", Tensor.__setitem__, (old, part.key, value), {}, split, kind, rank)
+            self._enter(node)
+            if split is not tensor:
+                self._enter(Node("reshape", torch.reshape, (node, tensor.shape), {}, tensor, kind, node.rank))
         else:
             self._enter(Node(f"{name}_", None, (), {}, tensor, kind, rank, refusal=_OUT_OF_PLACE))
 
@@ -313,3 +332,15 @@ class Recording(TorchFunctionMode):
             return
         self._nodes.pop(id(tensor), None)
         self._keep(tensor)
+
+
+def _moved(func: Any, value: Any, argument: Sequence[int]) -> Any:
+    """Return a value, or its node, with its axes in another order or with another shape, the argument of `func`."""
+    if not isinstance(value, Node):
+        return func(value, argument)
+    moved = func(value.value, argument)
+    return (
+        value
+        if moved.shape == value.value.shape and same_elements(moved, value.value)
+        else Node(func.__name__, func, (value, argument), {}, moved, value.kind, value.rank)
+    )

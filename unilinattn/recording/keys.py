@@ -217,8 +217,11 @@ def _followed(user: Node, node: Node, mark: UInt8[Tensor, "*node"]) -> UInt8[Ten
     if names is not None:
         if not set(names) <= set(out):
             return None
-        shape = [size if x in names else 1 for x, size in zip(out, user.value.shape, strict=True)]
-        return mark.permute([names.index(x) for x in out if x in names]).reshape(shape).expand(user.value.shape)
+        # An axis of one element may be broadcast.
+        axes = [names.index(x) if x in names else None for x in out]
+        shape = [1 if axis is None else mark.shape[axis] for axis in axes]
+        ordered = mark.permute([axis for axis in axes if axis is not None])
+        return ordered.reshape(shape).expand(user.value.shape)
     if user.name in ELEMENTWISE:
         with suppress(RuntimeError):
             return mark.expand(user.value.shape)

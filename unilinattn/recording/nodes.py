@@ -195,9 +195,10 @@ def rank_of_product(factors: list[Any]) -> int | float:
             return GATED_FACTOR
         return GATED_CONSTANT if any(x.ndim for x in constants) else ranks[0]
     sizes = [node.value.numel() for node in carried]
-    if sizes[0] != sizes[1]:
+    larger = ranks[sizes[0] < sizes[1]]
+    if sizes[0] != sizes[1] and not larger >= GATE > min(ranks):
         # A factor for many channels, such as a rate of writing, is no activation of each.
-        return ranks[sizes[0] < sizes[1]]
+        return larger
     # A product with a gate, such as x sigmoid(x), is zero at zero again.
     return GATE if min(ranks) >= GATE else min(max(ranks), GATED)
 

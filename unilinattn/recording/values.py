@@ -103,13 +103,15 @@ def values(operands: Sequence[Operand]) -> list[int]:
 def factor_values(operands: Sequence[Operand]) -> list[int]:
     """Return the numbers of the values of an elementwise product of two operands; of two, each is the other's gate.
 
-    An operand that is broadcast is a scale of the other one. Of an outer product, whose operands both are, of which no
-    later product tells the key, the larger operand is the value, and of two of one size the last.
+    An operand that is broadcast is a scale of the other one, unless this is a gate, such as the decays of several
+    tokens, by which a parallel scan multiplies the state of one. Of an outer product, whose operands both are, of which
+    no later product tells the key, the larger operand is the value, and of two of one size the last.
     """
     sizes = [operand.shape.numel() for operand in operands]
     outer = torch.broadcast_shapes(*(operand.shape for operand in operands)).numel() > max(sizes)
     if not outer and sizes[0] != sizes[1]:
-        return [int(sizes[0] < sizes[1])]
+        larger = int(sizes[0] < sizes[1])
+        return [1 - larger if operands[larger].rank >= GATE > operands[1 - larger].rank else larger]
     numbers = values(operands)
     return [max(numbers, key=lambda n: (sizes[n], n))] if outer else numbers
 

@@ -1,14 +1,16 @@
 """`Views`: the tensors of a recording that share memory, so that a write into one of them changes the others."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 Key = tuple[int | slice, ...]
-"""The slices and numbers by which a view reads its base."""
+"""The slices and numbers by which a view reads a tensor."""
 
 
 class Views:
@@ -56,6 +58,15 @@ class Views:
                 return other
         return None
 
+    def dense(self, tensor: Tensor) -> tuple[Tensor, tuple[int, ...]] | None:
+        """Return a tensor of all of a memory and the order of its axes in which it is the base; None without one."""
+        size = tensor.untyped_storage().nbytes() // tensor.element_size()
+        for other in self.sharing(tensor):
+            order = tuple(sorted(range(other.ndim), key=lambda axis: -other.stride()[axis]))
+            if other.dtype == tensor.dtype and other.numel() == size and other.permute(order).is_contiguous():
+                return other, order
+        return None
+
 
 def _memory(tensor: Tensor) -> int | None:
     """Return the number of a tensor's storage, None without one and for complex numbers, whose parts are recorded."""
@@ -66,23 +77,57 @@ def _memory(tensor: Tensor) -> int | None:
     return None
 
 
-def key_of(view: Tensor, base: Tensor) -> Key | None:
-    """Return the key with `base[key]` equal to a view in its memory, None for other views than slices."""
-    offset, axis, key = int(view.storage_offset()), 0, list[int | slice]()
-    if 0 in base.stride():
+@dataclass(frozen=True)
+class Slice:
+    """A view as slices of its base: `base.reshape(shape)[key]` has its elements, with its axes in another order.
+
+    Attributes:
+        shape: that of the base with some of its axes split.
+        key: slices and numbers, an entry for each axis of `shape`.
+        order: the axes of the view in the order of the slices; those of one element come last.
+    """
+
+    shape: tuple[int, ...]
+    key: Key
+    order: tuple[int, ...]
+
+    def read(self, base: Tensor) -> Tensor:
+        """Return the elements of the view in the order of the base."""
+        return base.reshape(self.shape)[self.key]
+
+
+def slice_of(view: Tensor, base: Tensor) -> Slice | None:
+    """Return a view as slices of its base, None for one that has other elements, such as a diagonal.
+
+    In rows of 6 numbers, a view of 3 columns with stride 2 is a slice of (row, 3, 2): a stride of the view that divides
+    one of the base, and is divided by the next, splits an axis.
+    """
+    if 0 in base.shape or 0 in view.shape:
         return None
-    sizes, strides = list(view.shape), list(view.stride())
-    for size, stride in zip(base.shape, base.stride(), strict=True):
+    strides = {1, *torch.empty(base.shape, device="meta").stride()}
+    for stride, size in zip(view.stride(), view.shape, strict=True):
+        if size > 1 and stride and _is_chain(strides | {stride}):
+            strides.add(stride)
+    ordered = sorted(strides, reverse=True)
+    shape = tuple(above // stride for above, stride in zip((base.numel(), *ordered), ordered, strict=False))
+    order = tuple(sorted(range(view.ndim), key=lambda axis: (view.shape[axis] == 1, -view.stride()[axis])))
+    key: list[int | slice] = []
+    offset, axes = int(view.storage_offset()), [axis for axis in order if view.shape[axis] > 1]
+    for size, stride in zip(shape, ordered, strict=True):
         start, offset = divmod(offset, stride)
-        step = strides[axis] // stride if axis < len(strides) and strides[axis] % stride == 0 else 0
-        if axis < len(sizes) and step and start + (sizes[axis] - 1) * step < size:
-            key.append(slice(start, start + (sizes[axis] - 1) * step + 1, step))
-            axis += 1
+        last = (view.shape[axes[0]] - 1) * view.stride(axes[0]) if axes else 0
+        if axes and last and view.stride(axes[0]) % stride == 0 and start + last // stride < size:
+            key.append(slice(start, start + last // stride + 1, view.stride(axes.pop(0)) // stride))
         else:
             key.append(start)
-    if not key or not same_elements(base[tuple(key)], view):
-        return None
-    return tuple(key)
+    part = Slice(shape, tuple(key), order)
+    return part if same_elements(part.read(base), view.permute(order).squeeze()) else None
+
+
+def _is_chain(strides: Collection[int]) -> bool:
+    """Tell whether each stride is a multiple of the next smaller one."""
+    ordered = sorted(strides)
+    return all(above % stride == 0 for stride, above in pairwise(ordered))
 
 
 def same_elements(view: Tensor, other: Any) -> bool:
@@ -90,16 +135,6 @@ def same_elements(view: Tensor, other: Any) -> bool:
     if not isinstance(other, Tensor) or _memory(view) is None or _memory(view) != _memory(other):
         return False
     return all(read(view) == read(other) for read in (Tensor.size, Tensor.stride, Tensor.storage_offset))
-
-
-def order_in(view: Tensor, base: Tensor) -> Tensor | None:
-    """Return the number of the view's element at each element of its base, None unless it has all of them once."""
-    if view.numel() != base.numel():
-        return None
-    elements = elements_of(view).flatten()
-    order = elements.argsort()
-    is_permutation = torch.equal(elements[order], torch.arange(base.numel(), device=view.device))
-    return order.view(base.shape) if is_permutation else None
 
 
 def elements_of(view: Tensor) -> Tensor:
