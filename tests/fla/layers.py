@@ -48,12 +48,11 @@ UNCOVERED = {
     "Mamba3": "requires a CUDA device",
     "MomAttention": "'scatter_add'",
     "StickBreakingAttention": "matching fp16/bf16",
-    "YOCOCrossAttention": "the output of 'linear' takes the place of values",
 }
 """Classes without an operator, and a part of the reason.
 
-Mamba-3 and stick-breaking refuse a CPU or float32, the mixture of memories gives every memory a sequence of its tokens,
-and values that another layer projected are no stream.
+Mamba-3 and stick-breaking refuse a CPU or float32, and the mixture of memories gives every memory a sequence of its
+tokens.
 """
 
 EMPTY = {"YOCOSharedKVBuilder"}

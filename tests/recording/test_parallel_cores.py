@@ -48,6 +48,14 @@ def interleaved(module: Heads, maps: list[Tensor], values: list[Tensor]) -> Tens
     return torch.stack(mixed(module, maps, values), -1).flatten(-2)
 
 
+def stacked(module: Heads, maps: list[Tensor], values: list[Tensor]) -> Tensor:
+    return torch.stack(mixed(module, maps, values), 2).flatten(2)
+
+
+def stacked_first(module: Heads, maps: list[Tensor], values: list[Tensor]) -> Tensor:
+    return torch.stack(mixed(module, maps, values)).permute(1, 2, 0, 3).flatten(2)
+
+
 def written(module: Heads, maps: list[Tensor], values: list[Tensor]) -> Tensor:
     output = values[0].new_zeros(*values[0].shape[:2], WIDTH)
     for head, each in reversed(list(enumerate(mixed(module, maps, values)))):
@@ -81,7 +89,19 @@ def around(module: Heads, maps: list[Tensor], values: list[Tensor]) -> Tensor:
     return torch.cat(values, -1) + concatenated(module, maps, values)
 
 
-JOINS = [concatenated, interleaved, written, of_one_value, activated, gated, normed, looped, around]
+JOINS = [
+    concatenated,
+    interleaved,
+    stacked,
+    stacked_first,
+    written,
+    of_one_value,
+    activated,
+    gated,
+    normed,
+    looped,
+    around,
+]
 
 
 def layer(join: Callable[[Heads, list[Tensor], list[Tensor]], Tensor], widths: tuple[int, ...] = (4, 4, 4)) -> Heads:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from unilinattn.call import CACHES, Call
-from unilinattn.call.axes import as_tokens, in_shape
+from unilinattn.call.axes import in_shape, token_axis
 from unilinattn.call.copies import copied
 from unilinattn.call.exactness import layer_tolerance, relative_error
 from unilinattn.call.functions import plain_functions
@@ -28,6 +28,7 @@ from unilinattn.recording.frozen_module import frozen_module
 from unilinattn.recording.graph import Recording
 from unilinattn.recording.keys import Key, called, keys_of
 from unilinattn.recording.nodes import Position
+from unilinattn.recording.ports import Ports
 from unilinattn.registry import register_architecture, visible_functions
 
 MANY = 64
@@ -119,21 +120,28 @@ def _diagonal(x: Tensor, port: str, chain: Chain) -> Flow:
 def recorded_stages(call: Call) -> Flow:
     """Return the stages of a module, which need not mix tokens.
 
-    A vector of each sequence, such as that of a time, is a factor. It is one token where it cannot be, as where the
+    An argument with heads, such as the values of an earlier layer, is a port; it is a factor where it cannot be. A
+    vector of each sequence, such as that of a time, is a factor. It is one token where it cannot be, as where the
     module adds it to values.
     """
+    heads = _heads(call)
     try:
-        return _stages(call, ())
+        return _stages(call, (), heads)
     except UncoveredError:
         vectors = [name for name, value in unlisted(call.arguments).items() if _is_vector(value, call)]
-        with suppress(UncoveredError):
-            if vectors:
-                return _stages(call, vectors)
+        for single in ((), vectors) if heads else (vectors,):
+            with suppress(UncoveredError):
+                if heads or single:
+                    return _stages(call, single, {})
+        _require_told_heads(call)
         raise
 
 
-def _stages(call: Call, single: Collection[str]) -> Flow:
-    """Return the stages of a module, of which the arguments `single` have one vector of each sequence."""
+def _stages(call: Call, single: Collection[str], heads: Mapping[str, int]) -> Flow:
+    """Return the stages of a module.
+
+    The arguments `single` have one vector of each sequence, and `heads` have tokens along an axis beside their heads.
+    """
     module, arguments = _promoted(call)
     is_live = call.input.requires_grad
     by_name = unlisted(arguments)
@@ -155,9 +163,13 @@ def _stages(call: Call, single: Collection[str]) -> Flow:
         recorded_input = streams[first]
         arguments, streams = mapped((arguments, streams), lambda t: read if t is recorded_input else t)
     inputs = {"x": streams.pop(first)}
+    # A cache is left out.
+    streams |= {name: value for name, value in unlisted(arguments).items() if name in heads}
     inputs = _distinct(inputs | {OTHER if name == "x" else name: value for name, value in streams.items()})
     factors = {n: v for n, v in unlisted(arguments).items() if n != first and n not in streams and n not in masks}
-    recording = Recording(module, inputs, factors, masks)
+    heads = {OTHER if name == "x" else name: axis for name, axis in heads.items()}
+    ports = Ports(call, inputs, heads, transposed)
+    recording = Recording(module, inputs, heads, factors, masks)
     try:
         with torch.set_grad_enabled(is_live), plain_functions(module), visible_functions(module), recording:
             # Hooks of the module itself change what it returns, and the layer is its forward.
@@ -191,7 +203,7 @@ def _stages(call: Call, single: Collection[str]) -> Flow:
     except Exception as error:
         reason = str(error) if isinstance(error, UncoveredError) else f"its functions are no stages ({error})"
     if reason is not None and not is_live:
-        chains = _whole(call, module, arguments, inputs, factors, masks, reason, keys, transposed=transposed) or chains
+        chains = _whole(ports, module, arguments, factors, masks, reason, keys) or chains
     if chains is None:
         batch, length = call.input.shape[:2]
         square = (
@@ -199,9 +211,9 @@ def _stages(call: Call, single: Collection[str]) -> Flow:
             "another number of sequences, which tells them apart."
         )
         raise UncoveredError(f"{_named(call)}: {reason}.{square if batch == length > 1 else ''}")
-    flow = _flow(call, chains, inputs, transposed=transposed)
+    flow = _flow(ports, chains)
     flow.is_recorded = True
-    _require_output(call, module, flow.value.detach(), _output(call, output, transposed=transposed).detach())
+    _require_output(call, module, flow.value.detach(), ports.output(output).detach())
     return flow
 
 
@@ -237,34 +249,28 @@ def _without_map(chains: Mapping[str, Chain], x: Tensor) -> str | None:
 
 
 def _whole(
-    call: Call,
+    ports: Ports,
     module: nn.Module,
     arguments: Mapping[str, Any],
-    inputs: Mapping[str, Tensor],
     factors: Any,
     masks: Any,
     reason: str,
     keys: Mapping[Position, Key],
-    *,
-    transposed: bool,
 ) -> Mapping[str, Chain] | None:
     """Return the module as one stage from each input, None if its functions have no rules or derivatives."""
-    vectors = {port: _vectors(call, inputs, port, transposed=transposed) for port in inputs}
-    ports = {id(value): port for port, value in inputs.items()}
+    names = {id(value): port for port, value in ports.inputs.items()}
 
     def compute(values: Mapping[str, Tensor]) -> Tensor | None:
         def entered(tensor: Tensor) -> Tensor:
-            port = ports.get(id(tensor))
-            if port is None:
-                return tensor
-            value = values[port].transpose(0, 1) if transposed else values[port]
-            return in_shape(value, tensor.shape, call.axes.inputs)
+            port = names.get(id(tensor))
+            return tensor if port is None else ports.argument(port, values[port])
 
         positional, named = _positional(module, {name: mapped(value, entered) for name, value in arguments.items()})
         with plain_functions(module):
             output = _main(called(module, positional, named))
-        return None if output is None else _output(call, output, transposed=transposed)
+        return None if output is None else ports.output(output)
 
+    vectors = {port: ports.vectors(port) for port in ports.inputs}
     try:
         return frozen_module(module, vectors, compute, factors, masks, reason, keys)
     # A host may raise any error, and the one of its functions tells more.
@@ -277,26 +283,13 @@ def _main(returned: Any) -> Tensor | None:
     return next((t for t in tensors(returned) if t.is_floating_point() and t.ndim >= 2), None)
 
 
-def _vectors(call: Call, inputs: Mapping[str, Tensor], port: str, *, transposed: bool) -> Tensor:
-    """Return the vectors of a port, (batch, token, channel)."""
-    if port == "x":
-        return call.input
-    if inputs[port].ndim == 2 < call.input.ndim and len(inputs[port]) == len(call.input):
-        return inputs[port].detach()[:, None]
-    return _as_tokens(inputs[port].detach(), transposed=transposed, axis=call.axes.inputs)
-
-
-def _output(call: Call, output: Tensor, *, transposed: bool) -> Tensor:
-    return _as_tokens(output, transposed=transposed and output.ndim == 3, axis=call.axes.output)
-
-
-def _flow(call: Call, chains: Mapping[str, Any], inputs: Mapping[str, Tensor], *, transposed: bool) -> Flow:
+def _flow(ports: Ports, chains: Mapping[str, Any]) -> Flow:
     """Return the flow of the chains from each port, which are summed."""
     flow: Flow | None = None
     # The port whose tokens are mixed comes first: methods read its map.
-    ports = sorted(chains, key=lambda port: not any(stage.mixes for stage in chains[port]))
-    for port, chain in ((port, chains[port]) for port in ports):
-        branch = Flow(_vectors(call, inputs, port, transposed=transposed), port=port)
+    ordered = sorted(chains, key=lambda port: not any(stage.mixes for stage in chains[port]))
+    for port, chain in ((port, chains[port]) for port in ordered):
+        branch = Flow(ports.vectors(port), port=port)
         for stage in chain:
             branch.stage(stage)
         flow = branch if flow is None else flow.merge(branch)
@@ -350,16 +343,35 @@ def _distinct(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {port: inputs[port] for port in ports.values()}
 
 
-def _as_tokens(x: Tensor, *, transposed: bool, axis: int) -> Tensor:
-    return as_tokens(x.transpose(0, 1) if transposed else x, axis=axis)
-
-
 def _has_tokens(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.ndim >= 2
 
 
 def _is_stream(value: Any, axes: int) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.ndim == axes
+
+
+def _heads(call: Call) -> dict[str, int]:
+    """Return the axis of tokens of each argument (batch, head, token, channel) or with the tokens first, by its name.
+
+    The layer's input has neither heads nor rows and columns.
+    """
+    if call.axes.inputs != -1 or not any(_is_stream(value, 3) for value in unlisted(call.arguments).values()):
+        return {}
+    arguments = ((n, v) for n, v in unlisted(call.arguments).items() if _is_stream(v, 4) and n not in call.masks)
+    axes = ((name, token_axis(value.shape, *call.input.shape[:2])) for name, value in arguments)
+    return {name: axis for name, axis in axes if axis is not None}
+
+
+def _require_told_heads(call: Call) -> None:
+    """Raise `UncoveredError` for an argument with as many heads as tokens, whose tokens are not told apart."""
+    length = call.input.shape[1]
+    for name, value in unlisted(call.arguments).items():
+        if _is_stream(value, 4) and value.shape[1] == value.shape[2] == length and name not in call.masks:
+            raise UncoveredError(
+                f"{_named(call)}: its argument {name!r} {tuple(value.shape)} has as many heads as tokens, so it is "
+                "unknown which axis is which; trace another number of tokens."
+            )
 
 
 def _is_vector(value: Any, call: Call) -> bool:

@@ -133,3 +133,29 @@ def as_read(x: Tensor, shape: torch.Size, axis: int = -1) -> Float[Tensor, "batc
     if x.shape == shape:
         return x
     return (x.transpose(0, 1) if x.ndim == 3 else x).reshape(shape)
+
+
+def token_axis(shape: Sequence[int], batch: int, length: int) -> int | None:
+    """Return the axis of tokens of (batch, head, token, channel) or (batch, token, head, channel), None for neither.
+
+    It is unknown for as many heads as tokens.
+    """
+    if len(shape) != 4 or shape[0] != batch or (shape[1] == length) == (shape[2] == length):
+        return None
+    return 1 if shape[1] == length else 2
+
+
+def joined(x: Tensor, shape: Sequence[int]) -> Shaped[Tensor, "batch token channel"]:
+    """Return an argument as vectors of tokens in a shape, those of its heads joined."""
+    axis = token_axis(x.shape, *shape[:2])
+    return x.reshape(tuple(shape)) if axis is None else joined_heads(x, axis)
+
+
+def joined_heads(x: Tensor, axis: int) -> Shaped[Tensor, "batch token channel"]:
+    """Return the vectors of heads, whose tokens are along an axis, as those of their tokens."""
+    return x.transpose(1, axis).flatten(2)
+
+
+def split_heads(vectors: Float[Tensor, "batch token channel"], shape: Sequence[int], axis: int) -> Tensor:
+    """Return vectors of tokens as those of heads, in a shape whose tokens are along an axis."""
+    return vectors.view(shape[0], shape[axis], shape[3 - axis], shape[3]).transpose(1, axis)

@@ -308,9 +308,9 @@ class _Probe(Run):
         """Return the recorded output, perturbed."""
         return self._perturbed(constant.output.clone(), constant.axes.output)
 
-    def other_output(self, t: Tensor) -> Tensor:
+    def other_output(self, constant: Constant, t: Tensor) -> Tensor:
         """Return another tensor of a layer, perturbed: what reads it moves with the tokens that it comes from."""
-        return self._change.beside(t) if isinstance(self._change, TokenHalf) else t
+        return self._change.beside(t, constant.output) if isinstance(self._change, TokenHalf) else t
 
     def called(self, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
         """Inspect the result of a function of the host; return it or its replacement."""

@@ -21,25 +21,36 @@ def noisy(t: Tensor, perturbed: Bool[Tensor, " token"] | Bool[Tensor, "batch tok
     return (wide + size * noise * factor * (~whole | whole.all())).to(t.dtype)
 
 
-def noisy_beside(t: Tensor, perturbed: Bool[Tensor, " token"] | Bool[Tensor, "batch token"]) -> Tensor:
+def noisy_beside(t: Tensor, output: Tensor, perturbed: Bool[Tensor, " token"] | Bool[Tensor, "batch token"]) -> Tensor:
     """Add noise to the perturbed tokens of what a layer returns beside its output, such as keys of several heads.
 
-    A vector of each sequence, such as a state, comes from all of them. Weights of attention, which have two axes of as
-    many tokens, and tensors without one, such as other feature maps, are left.
+    A vector of each sequence, such as a state, comes from all of them. Weights of attention, which sum to 1, tensors
+    without an axis of as many tokens, and what has four axes beside a feature map, are left.
     """
-    axes = [axis for axis, size in enumerate(t.shape) if axis and size == perturbed.shape[-1]]
-    if t.ndim > 3 and axes == [1]:
-        # These are heads, or channels of a feature map.
-        return t
-    if not t.is_floating_point() or isinstance(t, nn.Parameter) or len(axes) > 1 or (not axes and t.ndim != 2):
+    length = perturbed.shape[-1]
+    axis = _token_axis(t, length) if t.ndim < 4 or output.ndim == 3 else None
+    if not t.is_floating_point() or isinstance(t, nn.Parameter) or (axis is None and t.ndim != 2):
         return t
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(t.shape[-1], generator=generator, device="cpu").to(t).expand(t.shape)
-    if not axes:
+    if axis is None:
         return t + noise
     first = len(t) if perturbed.ndim == 2 and len(perturbed) == len(t) else 1
-    shape = [first, *(size if axis in axes else 1 for axis, size in enumerate(t.shape) if axis)]
-    return t + noise * perturbed.view(-1, perturbed.shape[-1])[:first].to(t.device).view(shape)
+    shape = [first, *(length if each == axis else 1 for each in range(1, t.ndim))]
+    return t + noise * perturbed.view(-1, length)[:first].to(t.device).view(shape)
+
+
+def _token_axis(t: Tensor, length: int) -> int | None:
+    """Return the axis of tokens of a tensor that a layer returned beside its output, None for one without."""
+    axes = [axis for axis, size in enumerate(t.shape) if axis and size == length]
+    if not axes:
+        return None
+    if axes[-2:] == [t.ndim - 2, t.ndim - 1]:
+        sums = t.sum(-1)
+        if torch.allclose(sums, torch.ones_like(sums), atol=1e-2):
+            return None
+    # Of several, the last axis numbers channels, and heads come before tokens more often than after them.
+    return ([axis for axis in axes if axis < t.ndim - 1] or axes)[-1]
 
 
 def exchanged(x: Tensor, tokens: Bool[Tensor, "batch token"]) -> Tensor:

@@ -7,7 +7,7 @@ token from that token only; a watched token that changes reveals a module that m
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from unilinattn.call import CACHES
 from unilinattn.call.attention_interface import configurations
 from unilinattn.call.axes import LAST, Axes
 from unilinattn.call.nested import mapped, tensors
+from unilinattn.discovery.attributes import Left, leave
 from unilinattn.discovery.noise import noisy, noisy_beside
 from unilinattn.discovery.widened import visible
 from unilinattn.host.forwards import Forward, replaced_forwards
@@ -46,11 +47,13 @@ class Constant:
         returned: the returned nesting, with `MAIN` in place of the output.
         output: the output.
         axes: the axis of channels of the input and of the output.
+        left: the attributes that the call wrote.
     """
 
     returned: Any
     output: Tensor
     axes: Axes = LAST
+    left: Left = field(default_factory=list)
 
 
 Constants = Mapping[str, Sequence[Constant]]
@@ -62,7 +65,7 @@ def constants_of(layers: Iterable[CallRecord]) -> dict[str, list[Constant]]:
     constants: dict[str, list[Constant]] = {}
     for layer in layers:
         if layer.output is not None:
-            constants.setdefault(layer.name, []).append(Constant(layer.structure, layer.output, layer.axes))
+            constants.setdefault(layer.name, []).append(Constant(layer.structure, layer.output, layer.axes, layer.left))
     return constants
 
 
@@ -102,7 +105,7 @@ class Run(Observer[Call]):
         """Return a copy of a recorded output for a module that returns constants; the host may write into it."""
         return constant.output.clone()
 
-    def other_output(self, t: Tensor) -> Tensor:
+    def other_output(self, constant: Constant, t: Tensor) -> Tensor:
         """Return what stands for another tensor that a module returns, such as its state."""
         return t
 
@@ -144,7 +147,8 @@ class Run(Observer[Call]):
             with torch._C.DisableTorchFunction():
                 self.reading(path, number, constant, (args, kwargs))
                 output = self.held_output(constant)
-            return mapped(constant.returned, lambda t: output if t is MAIN else self.other_output(t))
+                leave(constant.left, partial(self.other_output, constant))
+            return mapped(constant.returned, lambda t: output if t is MAIN else self.other_output(constant, t))
 
         return forward
 
@@ -217,9 +221,9 @@ class Perturbed(Run):
         """Return the recorded output, perturbed."""
         return self._noisy(constant.output.clone())
 
-    def other_output(self, t: Tensor) -> Tensor:
+    def other_output(self, constant: Constant, t: Tensor) -> Tensor:
         """Return another tensor of a layer, perturbed: what reads it moves with the tokens that it comes from."""
-        return noisy_beside(t, self._perturbed)
+        return noisy_beside(t, constant.output, self._perturbed)
 
     def _explain(self, call: Call) -> None:
         """Record a call as a source, unless its inputs changed or a call inside it explains the change."""

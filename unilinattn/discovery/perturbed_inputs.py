@@ -61,9 +61,9 @@ class TokenHalf:
             half = torch.empty_like(half).flatten().index_copy(0, self._order, half.flatten()).view_as(half)
         return self._noisy(t, axis, half)
 
-    def beside(self, t: Tensor) -> Tensor:
+    def beside(self, t: Tensor, output: Tensor) -> Tensor:
         """Add noise to the tokens of the stream in a tensor that a layer returns beside its output."""
-        return noisy_beside(t, self._half)
+        return noisy_beside(t, output, self._half)
 
     def _noisy(self, t: Tensor, axis: int, half: Bool[Tensor, "batch token"]) -> Tensor:
         if t.ndim not in AXES or tokens_of(t.shape, axis) != self._shape:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from unilinattn.call.axes import channel_axis
 from unilinattn.call.nested import tensors
+from unilinattn.discovery.attributes import attributes_of, written
 from unilinattn.discovery.candidates import mixing_modules
 from unilinattn.discovery.completeness import Key, Leak, find_leak
 from unilinattn.discovery.enclosing import UnregisteredMixer, alike, is_attention, is_convolution, layer_at, wrappers
@@ -166,7 +167,13 @@ def _found_mixers(
 def _layers_of(model: nn.Module, arguments: Mapping[str, Any], recorded: Sequence[str]) -> list[CallRecord]:
     """Run the model and return the calls of its layers, those at the paths `recorded` among them."""
     recorder = Recorder(model, opaque=recorded)
-    run(model, arguments, observer=recorder.attached())
+    before = attributes_of(model)
+
+    def note() -> None:
+        for layer in recorder.layers:
+            layer.left = written(layer.module, before)
+
+    run(model, arguments, observer=recorder.attached(), after=note)
     return recorder.layers
 
 

@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from unilinattn.call.axes import joined, joined_heads, token_axis
 from unilinattn.call.exactness import layer_tolerance
 from unilinattn.call.nested import mapped, unlisted
 from unilinattn.errors import UncoveredError
@@ -52,7 +53,8 @@ def without_operator(layers: Sequence[Layer]) -> frozenset[Layer]:
 def _returns_more(layer: Layer, later: Sequence[Layer]) -> bool:
     """Tell whether a recorded layer returned more vectors than its output, as of a second stream, or feature maps.
 
-    Or a vector of each sequence, such as its last state, of the size of one that a later layer reads.
+    Or a vector of each sequence, such as its last state, or values of its heads, of the size of what a later layer
+    reads.
     """
     if layer.architecture != UNREGISTERED:
         return False
@@ -60,8 +62,10 @@ def _returns_more(layer: Layer, later: Sequence[Layer]) -> bool:
     # Square tensors are weights of attention.
     if any(x.ndim == 3 and x.shape[1] != x.shape[2] for x in others) or returns_maps(layer):
         return True
-    states = {(len(x), 1, x.shape[1]) for x in others if x.ndim == 2}
-    return any(tuple(x.shape) in states for reader in later if states for x in reader.operator.inputs.values())
+    read: set[tuple[int, ...]] = {(len(x), 1, x.shape[1]) for x in others if x.ndim == 2}
+    heads = ((x, token_axis(x.shape, *layer.output.shape[:2])) for x in others)
+    read |= {tuple(joined_heads(x, axis).shape) for x, axis in heads if axis is not None}
+    return any(tuple(x.shape) in read for reader in later if read for x in reader.operator.inputs.values())
 
 
 def shares_values(layer: Layer) -> bool:
@@ -166,7 +170,7 @@ def _port_values(layer: Layer, arguments: Mapping[str, Any]) -> dict[str, Tensor
             for name, value in unlisted(layer.arguments).items()
             if isinstance(value, Tensor)
             and value.numel() == recorded.numel()
-            and (layer.axes.inputs == 1 or value.shape[-1] == recorded.shape[-1])
+            and (layer.axes.inputs == 1 or value.ndim == 4 or value.shape[-1] == recorded.shape[-1])
             and torch.equal(_as_port(layer, value.detach().to(recorded), recorded), recorded)
         )
         name = next(matching, None)
@@ -184,7 +188,7 @@ def _as_port(layer: Layer, value: Tensor, recorded: Tensor) -> Tensor:
     Several sequences, such as the tiles of an image, may be read as one.
     """
     is_in_order = _is_in_order(layer, value, recorded)
-    return layer.as_read(value, recorded.shape) if is_in_order else value.reshape(recorded.shape)
+    return layer.as_read(value, recorded.shape) if is_in_order else joined(value, recorded.shape)
 
 
 def _is_in_order(layer: Layer, value: Tensor, recorded: Tensor) -> bool:

@@ -91,7 +91,8 @@ class CallRecord:
     number for each tensor whose sum with a stream was searched, that of the sum among those tried, `NO_SUM`, or None if
     it is unknown, and `earlier_candidates` those of an earlier trace; `reader` is the path of the module that reads the
     output itself, if no such sum was found; `masks` are the arguments of `Call.masks`; and `batch` is the number of
-    sequences and `axes` the axes of channels, for a module without an adapter. For another module, `unplaced` are the
+    sequences and `axes` the axes of channels, for a module without an adapter; `left` are the attributes that it wrote,
+    if a search asked for them. For another module, `unplaced` are the
     layers inside whose `site` is not known yet.
     """
 
@@ -118,6 +119,7 @@ class CallRecord:
     masks: frozenset[str] = frozenset()
     shares_input: bool = False
     windowed: bool = False
+    left: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
     unplaced: list["CallRecord"] = field(default_factory=list)
 
     @property

@@ -13,9 +13,9 @@ from unilinattn.errors import UncoveredError
 from unilinattn.operator.stages import Branch, Chain, Scale, run_adjoint
 from unilinattn.recording.keys import Key
 from unilinattn.recording.layout import Carried, whole
-from unilinattn.recording.nodes import Node, Position, without_constants
+from unilinattn.recording.nodes import Node, Position, nodes_in, without_constants
 from unilinattn.recording.values import Operand, Token
-from unilinattn.rules.functions import RECURRENT
+from unilinattn.rules.functions import FACTORS, RECURRENT
 from unilinattn.rules.mixing_functions import MixingFunction
 
 Rule = Callable[..., Carried]
@@ -61,8 +61,7 @@ class Compilation:
     def value(self, node: Any) -> Carried:
         """Return the stages of a carried tensor; raise `UncoveredError` with the reason if it has none."""
         if not is_carried(node):
-            name = f"the output of {node.name!r}" if isinstance(node, Node) else "a constant"
-            raise UncoveredError(f"{name} takes the place of values of the tokens")
+            raise UncoveredError(_not_carried(node))
         if id(node) not in self._values:
             carried = self._values[id(node)] = self._compiled(node)
             if sum(map(self._count, carried.chains.values())) > MOST:
@@ -191,6 +190,27 @@ def _is_live(factor: Any, carried: Carried) -> bool:
     An activation with f(0) != 0, such as a sigmoid, is frozen, and so is a factor of several channels.
     """
     return isinstance(factor, Node) and factor.rank < 2 and factor.value.numel() == carried.index.numel()
+
+
+def _not_carried(value: Any) -> str:
+    """Return why a factor, or a constant, is no value of the tokens, by the function that made it one."""
+    if not isinstance(value, Node):
+        return "a constant takes the place of values of the tokens"
+    origin, visited = value, set[int]()
+    while origin.name not in FACTORS and (nodes := list(nodes_in((origin.args, origin.kwargs)))):
+        # Of weights and values the values come last.
+        origin = next((node for node in reversed(nodes) if id(node) not in visited), nodes[-1])
+        visited.add(id(origin))
+    if origin.name == "attribute":
+        return (
+            "its values come neither from its arguments nor from functions of torch, but from NumPy or an attribute, "
+            "such as one that an earlier layer wrote; hand them on as an argument"
+        )
+    if origin.name == "argument":
+        return "its values are an argument that is no stream of tokens"
+    if origin.name in FACTORS:
+        return f"its values pass {origin.name!r}, whose output is frozen"
+    return f"the output of {value.name!r} takes the place of values of the tokens"
 
 
 def is_carried(value: Any) -> bool:

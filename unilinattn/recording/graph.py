@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from unilinattn.call.axes import joined_heads
 from unilinattn.call.functions import meaning_of
 from unilinattn.call.nested import mapped, tensors
 from unilinattn.errors import UncoveredError
@@ -50,6 +51,7 @@ class Recording(TorchFunctionMode):
     Args:
         module: the module that runs; its parameters and buffers are constants.
         inputs: the tensors that carry tokens, by port.
+        heads: the axis of tokens of those with heads (see `token_axis`), by port.
         factors: further tensors that may depend on tokens, such as masks: they may multiply, and adding them to a
             carried tensor is an error.
         masks: further tensors that depend on no token, such as padding masks: they may multiply and be added.
@@ -58,7 +60,9 @@ class Recording(TorchFunctionMode):
         differentiates: whether the module computed gradients, whose functions are not recorded.
     """
 
-    def __init__(self, module: nn.Module, inputs: Mapping[str, Tensor], factors: Any, masks: Any = ()) -> None:
+    def __init__(
+        self, module: nn.Module, inputs: Mapping[str, Tensor], heads: Mapping[str, int], factors: Any, masks: Any = ()
+    ) -> None:
         super().__init__()
         self.differentiates = False
         self._nodes: dict[int, Node] = {}
@@ -76,7 +80,13 @@ class Recording(TorchFunctionMode):
         for tensor in tensors(masks):
             self._enter(Node(MASK, None, (), {}, tensor, "factor"))
         for port, tensor in inputs.items():
-            self._enter(Node("input", None, (), {}, tensor, "carried", port=port))
+            axis = heads.get(port)
+            vectors = tensor if axis is None else joined_heads(tensor, axis)
+            node = Node("input", None, (), {}, vectors, "carried", port=port)
+            self._enter(node)
+            if axis is not None:
+                by_token = _moved(torch.reshape, node, tensor.transpose(1, axis).shape)
+                self._enter(Node("transpose", torch.transpose, (by_token, 1, axis), {}, tensor, "carried"))
 
     def node(self, value: Any) -> Node | None:
         """Return the node of a tensor, None for a constant."""

@@ -181,14 +181,15 @@ def padded(carried: Carried, axis: int, before: int, after: int, *, of_tokens: b
 def along(carried: Carried, axis: int, index: Int[Tensor, " entry"], *, of_tokens: bool = False) -> Carried:
     """Read entries along an axis, zeros where the index is -1.
 
-    An axis of one entry numbers tokens with `of_tokens`, or if it stands where they usually do.
+    An axis of one entry numbers tokens with `of_tokens`, or if it stands where they usually do and no other axis does.
     """
     if bool((index >= 0).all()):
         return carried.moved(carried.index.index_select(axis, index))
     kinds = {is_row for size, is_row in carried.layout.split[axis] if size > 1}
     if len(kinds) == 2:
         raise UncoveredError("zeros are joined along an axis of tokens and channels")
-    is_row = True in kinds or (not kinds and (of_tokens or axis == carried.index.ndim - 2))
+    is_single = carried.layout.order.numel() == carried.shape[0]
+    is_row = True in kinds or (not kinds and (of_tokens or (is_single and axis == carried.index.ndim - 2)))
     read = carried.moved(carried.index.index_select(axis, index.clamp_min(0)))
     layout = read.layout_with(frozenset([axis]) if is_row else frozenset())
     shape = [1] * read.index.ndim

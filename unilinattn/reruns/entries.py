@@ -10,10 +10,11 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
-from unilinattn.call.nested import mapped
+from unilinattn.call.nested import mapped, tensors
 from unilinattn.errors import UncoveredError
 from unilinattn.host.draws import drawing
 from unilinattn.host.observer import Inputs
+from unilinattn.host.recorder import MAIN
 from unilinattn.host.run import run
 from unilinattn.tracing.changed_inputs import perturbed
 from unilinattn.tracing.layer import Layer
@@ -217,5 +218,6 @@ class _Constants(LayerCalls):
         if (tokens := self._noisy.get(frame)) is not None:
             vectors = torch.where(tokens.to(vectors.device)[..., None], perturbed(vectors), vectors)
         returned = layer.as_returned(vectors)
-        shape = layer.output_shape
-        return mapped(output, lambda t: returned.to(t) if t.shape == shape and t.is_floating_point() else t)
+        # The module may return tensors of the same shape beside its output, such as its values.
+        standing = iter(tensors(layer.structure))
+        return mapped(output, lambda t: returned.to(t) if next(standing) is MAIN else t)

@@ -17,6 +17,7 @@ from unilinattn.tracing.token_streams import (
     TokenStream,
     mixing_ports,
     require_one_batch,
+    returned_by,
     returns_maps,
     stream_read,
     stream_written,
@@ -46,12 +47,22 @@ def stackable_layers(trace: Trace, method: str, layers: str | int | Sequence[int
     first = streams_of(trace, selection[0])
     for layer in selection[1:]:
         if (axes := streams_of(trace, layer)) != first:
+            _require_output_read(trace, method, layer)
             raise UncoveredError(
                 f"{method}: the scores of {selection[0].name} ({_described(first)}) and of {layer.name} "
                 f"({_described(axes)}) have different axes and cannot be stacked; layers=[...] selects layers of one "
                 "kind, and compose='rollout' multiplies the layers of all streams, for the methods that have it."
             )
     return selection
+
+
+def _require_output_read(trace: Trace, method: str, layer: Layer) -> None:
+    """Raise `UncoveredError` for a layer that reads what an earlier one returned beside its output, such as keys."""
+    if not streams_of(trace, layer)[1].layers and (returned := returned_by(layer, trace.layers)) is not None:
+        raise UncoveredError(
+            f"{method}: {layer.name} reads {returned[1]!r}, vectors that {returned[0].name} returned beside its "
+            "output, so its map reads an earlier depth of the stream than its input; layers=[...] leaves it out."
+        )
 
 
 def layers_from(trace: Trace, method: str, start_layer: int | float) -> tuple[Layer, ...]:
@@ -95,6 +106,7 @@ def composable_steps(trace: Trace, method: str, layers: Sequence[Layer]) -> list
         for layer in step:
             if len(layer.ports) > 1:
                 raise UncoveredError(_several(layer))
+            _require_output_read(trace, method, layer)
             if (axes := streams_of(trace, layer)) != first:
                 raise UncoveredError(
                     f"{method} multiplies the maps of layers; {layer.name} ({_described(axes)}) is added to the stream "

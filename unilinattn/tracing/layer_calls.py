@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unilinattn.call.axes import joined
 from unilinattn.call.nested import tensors
 from unilinattn.host.observer import Inputs, Observer
 from unilinattn.tracing.layer import Layer
@@ -39,7 +40,7 @@ class LayerCalls(Observer[str]):
         vectors = layer.operator.inputs[port]
         shapes = dict.fromkeys(t.shape for t in tensors(layer.arguments) if t.numel() == vectors.numel())
         by_shape = (
-            _same(layer.arguments, inputs, shape, lambda t: t.reshape(vectors.shape).to(vectors), vectors)
+            _same(layer.arguments, inputs, shape, lambda t: joined(t, vectors.shape).to(vectors), vectors)
             for shape in shapes
         )
         return next((each for each in by_shape if each is not None), None)

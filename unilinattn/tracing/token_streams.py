@@ -6,7 +6,7 @@ from itertools import accumulate
 
 from torch import Tensor, nn
 
-from unilinattn.call.nested import tensors
+from unilinattn.call.nested import tensors, unlisted
 from unilinattn.errors import UncoveredError
 from unilinattn.host.recorder import MAIN
 from unilinattn.operator.stages import walk
@@ -113,6 +113,17 @@ def others_returned(layer: Layer) -> list[Tensor]:
     """Return what stands for the numbers that a layer's module returned beside its output, but for weights."""
     returned = (x for x in tensors(layer.structure) if x is not MAIN and not isinstance(x, nn.Parameter))
     return [x for x in returned if x.is_floating_point()]
+
+
+def returned_by(layer: Layer, layers: Sequence[Layer]) -> tuple[Layer, str] | None:
+    """Return an earlier layer, and the port of this one that reads what it returned beside its output; None if none.
+
+    Such vectors are tokens of the layer's stream at an earlier depth.
+    """
+    arguments, earlier = unlisted(layer.arguments), layers[: _index(layer, layers)]
+    shapes = {port: value.shape for port in layer.ports if isinstance(value := arguments.get(port), Tensor)}
+    sources = ((source, port) for port in shapes if port != OWN for source in reversed(earlier))
+    return next((each for each in sources if any(x.shape == shapes[each[1]] for x in others_returned(each[0]))), None)
 
 
 def returns_maps(layer: Layer) -> bool:
