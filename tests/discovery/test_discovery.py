@@ -98,7 +98,7 @@ def test_mixers_before_the_first_and_after_the_last_layer_are_detected() -> None
     assert recorded(last) == ["backbone.norm_f"]
     last.lm_head = nn.Sequential(nn.Linear(WIDTH, 30), nn.Softmax(dim=1))
     last.lm_head.weight = last.lm_head[0].weight
-    assert "the output of 'softmax'" in refusal(last)
+    assert "its values pass 'softmax'" in refusal(last)
 
 
 def test_a_mixer_without_a_residual_connection_is_detected() -> None:

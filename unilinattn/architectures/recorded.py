@@ -26,8 +26,7 @@ from unilinattn.operator.stages import Chain, Matrix, channel_groups, walk
 from unilinattn.recording.chains import chains_of, stored
 from unilinattn.recording.frozen_module import frozen_module
 from unilinattn.recording.graph import Recording
-from unilinattn.recording.keys import Key, called, keys_of
-from unilinattn.recording.nodes import Position
+from unilinattn.recording.keys import Keys, called, keys_of
 from unilinattn.recording.ports import Ports
 from unilinattn.registry import register_architecture, visible_functions
 
@@ -255,7 +254,7 @@ def _whole(
     factors: Any,
     masks: Any,
     reason: str,
-    keys: Mapping[Position, Key],
+    keys: Keys,
 ) -> Mapping[str, Chain] | None:
     """Return the module as one stage from each input, None if its functions have no rules or derivatives."""
     names = {id(value): port for port, value in ports.inputs.items()}

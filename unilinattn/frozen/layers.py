@@ -25,7 +25,7 @@ from unilinattn.operator.stages import WHOLE, Branch, Matrix, Mix, Scale, Stage,
 from unilinattn.registry import UNREGISTERED, architecture_of
 from unilinattn.rules.gamma import emphasised
 from unilinattn.tracing.layer import Layer
-from unilinattn.tracing.token_streams import others_returned, returns_maps
+from unilinattn.tracing.token_streams import OWN, others_returned, returns_maps
 
 
 def require_transparent(layers: Sequence[Layer]) -> None:
@@ -62,10 +62,12 @@ def _returns_more(layer: Layer, later: Sequence[Layer]) -> bool:
     # Square tensors are weights of attention.
     if any(x.ndim == 3 and x.shape[1] != x.shape[2] for x in others) or returns_maps(layer):
         return True
-    read: set[tuple[int, ...]] = {(len(x), 1, x.shape[1]) for x in others if x.ndim == 2}
+    states = {(len(x), 1, x.shape[1]) for x in others if x.ndim == 2}
     heads = ((x, token_axis(x.shape, *layer.output.shape[:2])) for x in others)
-    read |= {tuple(joined_heads(x, axis).shape) for x, axis in heads if axis is not None}
-    return any(tuple(x.shape) in read for reader in later if read for x in reader.operator.inputs.values())
+    values = {tuple(joined_heads(x, axis).shape) for x, axis in heads if axis is not None}
+    inputs = [each for reader in later if states or values for each in reader.operator.inputs.items()]
+    # A state with as many keys as there are tokens is no argument.
+    return any(tuple(x.shape) in states or (port != OWN and tuple(x.shape) in values) for port, x in inputs)
 
 
 def shares_values(layer: Layer) -> bool:

@@ -15,9 +15,9 @@ from unilinattn.mixers import Gather
 from unilinattn.operator.stages import Branch, Chain, Matrix, Mix, Scale, Stage, walk
 from unilinattn.recording import convolutions, elementwise, joins, linear, mixing, norms, spectral
 from unilinattn.recording.compilation import Compilation
-from unilinattn.recording.keys import Key
+from unilinattn.recording.keys import Keys
 from unilinattn.recording.layout import Carried, whole
-from unilinattn.recording.nodes import Node, Position
+from unilinattn.recording.nodes import Node
 from unilinattn.recording.regrouping import by_row
 from unilinattn.recording.simplification import simplified
 
@@ -28,9 +28,7 @@ RULES = (convolutions, elementwise, joins, linear, mixing, norms, spectral)
 """The modules that register the rules of functions."""
 
 
-def chains_of(
-    node: Node, like: Tensor, axes: Axes, keys: Mapping[Position, Key], *, transposed: bool = False
-) -> Mapping[str, Chain]:
+def chains_of(node: Node, like: Tensor, axes: Axes, keys: Keys, *, transposed: bool = False) -> Mapping[str, Chain]:
     """Return the stages from each input to a module's output.
 
     Args:
@@ -43,7 +41,11 @@ def chains_of(
     Raises `UncoveredError` with the function that is no stage.
     """
     with _deep_recursion():
-        carried = Compilation(like, axes.inputs, transposed=transposed, keys=keys).value(node)
+        run = Compilation(like, axes.inputs, transposed=transposed, keys=keys, decided={})
+        carried = run.value(node)
+        # The first step of a loop has no state yet, and its products are those of the last one.
+        if changed := {at: last for at, (first, last) in run.choices.items() if first != last}:
+            carried = Compilation(like, axes.inputs, transposed=transposed, keys=keys, decided=changed).value(node)
     carried = _by_token(carried.moved(carried.index.reshape(node.value.shape).movedim(axes.output, -1)))
     if not transposed and not torch.equal(carried.index.flatten(), whole(carried.shape, carried.index).flatten()):
         raise UncoveredError("values of a sequence are written into another sequence")

@@ -1,6 +1,7 @@
 """`Compilation`: the stages that compute a recorded tensor from a module's inputs, read from its functions."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -11,10 +12,10 @@ from torch.autograd import forward_ad
 from unilinattn.call.functions import meaning_of
 from unilinattn.errors import UncoveredError
 from unilinattn.operator.stages import Branch, Chain, Scale, run_adjoint
-from unilinattn.recording.keys import Key
+from unilinattn.recording.keys import Keys
 from unilinattn.recording.layout import Carried, whole
 from unilinattn.recording.nodes import Node, Position, nodes_in, without_constants
-from unilinattn.recording.values import Operand, Token
+from unilinattn.recording.values import Operand, Token, Told
 from unilinattn.rules.functions import FACTORS, RECURRENT
 from unilinattn.rules.mixing_functions import MixingFunction
 
@@ -47,14 +48,27 @@ class Compilation:
         like: a tensor of the operator's dtype and device.
         axis: the axis of channels of the inputs.
         transposed: whether inputs are (token, batch, channel).
-        keys: those of outer products, by the position of their calls.
+        keys: the operands that later functions tell, by the position of the calls.
+        decided: the values of products, by the position of their calls.
 
     Attributes:
         like: a tensor without elements of the operator's dtype and device.
+        choices: the first and the last choice of the values of other products.
     """
 
-    def __init__(self, like: Tensor, axis: int, *, transposed: bool, keys: Mapping[Position, Key]) -> None:
-        self.like, self._axis, self._transposed, self._keys = like.new_empty(0), axis, transposed, keys
+    def __init__(
+        self,
+        like: Tensor,
+        axis: int,
+        *,
+        transposed: bool,
+        keys: Keys,
+        decided: Mapping[Position, list[int]],
+    ) -> None:
+        self.like, self._axis, self._transposed = like.new_empty(0), axis, transposed
+        self._decided = decided
+        self._told = Told(keys)
+        self.choices: dict[Position, tuple[list[int], list[int]]] = {}
         self._values: dict[int, Carried] = {}
         self._counts: dict[Branch, int] = {}
 
@@ -127,13 +141,30 @@ class Compilation:
         dtype = self.like.dtype.to_complex() if is_complex else self.like.dtype
         return torch.as_tensor(number, dtype=dtype, device=self.like.device)
 
-    def operands(self, product: Node, terms: Mapping[int, Node], summed: Sequence[tuple[int, ...]]) -> list[Operand]:
-        """Return the carried operands of a product by their numbers, each with the axes over which it is summed."""
-        key, axes = self._keys.get(product.position, (-1, ()))
-        return [
-            Operand(term.rank, term.value.shape, summed[n], partial(self._tokens, term), axes if n == key else ())
-            for n, term in terms.items()
-        ]
+    def values(
+        self,
+        product: Node,
+        terms: Mapping[int, Node],
+        summed: Sequence[tuple[int, ...]],
+        choose: Callable[[Sequence[Operand]], list[int]],
+    ) -> tuple[list[int], list[Operand]]:
+        """Return which carried operands of a product may be its value (see `values`), by number, and all of them.
+
+        The terms are by number, each with the axes over which it is summed.
+        """
+        # A product before this one tells whether its result has numbers of pairs of tokens.
+        for term in terms.values():
+            with suppress(UncoveredError):
+                self.value(term)
+        plain = {n: Operand(x.rank, x.value.shape, summed[n], partial(self._tokens, x)) for n, x in terms.items()}
+        operands = self._told.operands(plain, product.position)
+        decided = self._decided.get(product.position, [])
+        if decided and set(decided) <= terms.keys():
+            return decided, operands
+        numbers = [list(terms)[index] for index in choose(operands)]
+        first, _ = self.choices.setdefault(product.position, (numbers, numbers))
+        self.choices[product.position] = first, numbers
+        return numbers, operands
 
     def _tokens(self, node: Node, element: int) -> frozenset[Token]:
         """Return the tokens that an element of a carried tensor comes from.

@@ -113,8 +113,7 @@ def multiply(run: Compilation, node: Node, x: Any, other: Any) -> Carried:
         of_value = isinstance(factor, Node) and depends_on_mixed(factor, value)
         return run.scaled(run.value(value), factor, "gate", of_value=of_value)
     nodes = (x, other)
-    operands = run.operands(node, dict(enumerate(nodes)), ((), ()))
-    numbers = factor_values(operands)
+    numbers, operands = run.values(node, dict(enumerate(nodes)), ((), ()), factor_values)
     if len(numbers) > 1:
         halves = (run.scaled(run.value(nodes[n]), nodes[1 - n].value.detach() / 2, "gate") for n in numbers)
         return reduce(summed, halves)

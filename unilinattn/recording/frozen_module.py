@@ -20,9 +20,9 @@ from unilinattn.call.nested import mapped, tensors
 from unilinattn.call.parameters import constant_parameters
 from unilinattn.errors import UncoveredError
 from unilinattn.operator.stages import WHOLE, Chain, Stage
-from unilinattn.recording.keys import Key, position
+from unilinattn.recording.keys import Keys, position
 from unilinattn.recording.nodes import ATTENTION, GATED, OF_ONE_VALUE, SUMS, Position, is_zero
-from unilinattn.recording.values import Operand, Token, factor_values, summed_axes, values
+from unilinattn.recording.values import Operand, Token, Told, factor_values, summed_axes, values
 from unilinattn.rules.forms import FORMS, carried, memory_of
 from unilinattn.rules.freezing import Freezing
 from unilinattn.rules.functions import (
@@ -95,7 +95,7 @@ def frozen_module(
     factors: Any,
     masks: Any,
     reason: str,
-    keys: Mapping[Position, Key],
+    keys: Keys,
 ) -> Mapping[str, Chain]:
     """Return a module's stage from each input that its output depends on.
 
@@ -106,15 +106,20 @@ def frozen_module(
         factors: further tensors that may depend on tokens.
         masks: further tensors that depend on no token, such as padding masks.
         reason: why the module has no other stages.
-        keys: those of outer products, by the position of their calls.
+        keys: the operands of products that later functions tell, by the position of the calls.
 
     Raises `UncoveredError` for a function without a rule or without a derivative, for a map that mixes the sequences of
     a batch, and for one whose output is another than the module's.
     """
     sources = {port: x.detach().clone().requires_grad_() for port, x in inputs.items()}
     with constant_parameters(module), torch.enable_grad(), forward_ad.dual_level():
-        with _LayerFreezing(module, tuple(sources.values()), factors, masks, keys):
+        freezing = _LayerFreezing(module, tuple(sources.values()), factors, masks, keys, {})
+        with freezing:
             output = compute({port: source.clone() for port, source in sources.items()})
+        # The first step of a loop has no state yet, and its products are those of the last one.
+        if decided := {call: last for call, (first, last) in freezing.choices.items() if first != last}:
+            with _LayerFreezing(module, tuple(sources.values()), factors, masks, keys, decided):
+                output = compute({port: source.clone() for port, source in sources.items()})
         if output is None or not output.requires_grad:
             raise UncoveredError("its output does not depend on its inputs")
         result, tangent = forward_ad.unpack_dual(output)
@@ -147,6 +152,10 @@ def _require_separate_sequences(stage: FrozenModule) -> None:
         raise UncoveredError("it mixes the sequences of a batch")
 
 
+_Call = tuple[Callable[[Sequence[Operand]], list[int]], Position]
+"""The rule that chooses the values of a product, and where the code calls it."""
+
+
 class _LayerFreezing(Freezing):
     """Freezes the factors that `recording` freezes: of each product with two carried operands all but one.
 
@@ -154,7 +163,8 @@ class _LayerFreezing(Freezing):
         module: the module, whose parameters and buffers are constants.
         sources: the leaves of the graph.
         factors, masks: tensors that may depend on tokens, and tensors that do not.
-        keys: those of outer products, by the position of their calls.
+        keys: the operands of products that later functions tell, by the position of the calls.
+        decided: the values of products, by the rule and the position of the calls.
     """
 
     def __init__(
@@ -163,12 +173,16 @@ class _LayerFreezing(Freezing):
         sources: tuple[Tensor, ...],
         factors: Any,
         masks: Any,
-        keys: Mapping[Position, Key],
+        keys: Keys,
+        decided: Mapping[_Call, list[int]],
     ) -> None:
         super().__init__(lambda: type(module).__name__, lambda func, args, result: result)
-        self._sources, self._keys = sources, keys
+        self._sources, self._decided = sources, decided
+        self._told = Told(keys)
+        # The first and the last choice of the values of a product.
+        self.choices: dict[_Call, tuple[list[int], list[int]]] = {}
         self.memory = memory_of(module)
-        # The values of a product by where the code calls it: how often, the last choice, and how often in a row.
+        # Those of operands of the same ranks: how often, the last choice, and how often in a row.
         self._choices: dict[object, tuple[int, list[int], int]] = {}
         self._made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         # Sums of several tokens, such as their mean.
@@ -226,8 +240,8 @@ class _LayerFreezing(Freezing):
         if len(numbers) > 1:
             # Of a layer and its weights the input is the value.
             axes = summed_axes(func.__name__.strip("_"), args, [tensor.shape for tensor in operands])
-            last = 0 if name == "linear" else self._values(values, {n: operands[n] for n in numbers}, axes)[-1]
-            live = operands[numbers[last]]
+            terms = {n: operands[n] for n in numbers}
+            live = operands[numbers[0] if name == "linear" else self._values(values, terms, axes)[-1]]
             args, kwargs = _mapped_except(live, args), _mapped_except(live, kwargs)
         return super()._bilinear(name, func, args, kwargs)
 
@@ -263,17 +277,19 @@ class _LayerFreezing(Freezing):
         A loop over tokens calls one product at each step, and a choice takes passes back through all earlier steps.
         """
         at = position()
-        key, axes = self._keys.get(at, (-1, ()))
-        operands = [
-            Operand(self.rank(x), x.shape, summed[n], partial(self._tokens, x), axes if n == key else ())
-            for n, x in terms.items()
-        ]
+        decided = self._decided.get((choose, at), [])
+        if decided and set(decided) <= terms.keys():
+            return decided
+        plain = {n: Operand(self.rank(x), x.shape, summed[n], partial(self._tokens, x)) for n, x in terms.items()}
+        operands = self._told.operands(plain, at)
         call = choose, tuple((x.rank, len(x.shape), x.summed) for x in operands), at
         count, numbers, repeated = self._choices.get(call, (0, [], 0))
         if repeated < REPEATED or count.bit_count() == 1:
-            before, numbers = numbers, choose(operands)
+            before, numbers = numbers, [list(terms)[index] for index in choose(operands)]
             repeated = repeated + 1 if numbers == before else 1
         self._choices[call] = count + 1, numbers, repeated
+        first, _ = self.choices.setdefault((choose, at), (numbers, numbers))
+        self.choices[choose, at] = first, numbers
         return numbers
 
     def _tokens(self, tensor: Tensor, element: int) -> frozenset[Token]:

@@ -1,6 +1,7 @@
-"""The key of an outer product: the operand along whose axis a later product sums, as a query does with a state.
+"""The roles of a product's operands, which later functions tell: keys, queries, matrices of pairs of tokens.
 
-Of v k^T and k v^T, the terms of states, only later functions tell which operand is the value.
+Of v k^T and k v^T, the terms of states, the key is the operand along whose axis a later product sums, as a query does
+with a state.
 """
 
 import math
@@ -8,7 +9,7 @@ import sys
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,16 +31,59 @@ ELEMENTWISE = (
     | HOMOGENEOUS
     | {
         *("add", "sub", "subtract", "rsub", "mul", "multiply", "div", "divide", "true_divide", "addcmul", "lerp"),
-        *("where", "masked_fill", "neg", "negative", "cumsum", "addmm", "baddbmm", "tril", "triu"),
+        *("where", "masked_fill", "neg", "negative", "cumsum", "addmm", "baddbmm", "tril", "triu", "pow", "square"),
     }
 )
 """Functions whose result has the elements of an argument, changed, in the same places."""
 
+SUMMING, SQUARES = ("sum", "mean"), ("pow", "square")
+"""Functions that sum one tensor along axes, and those before the sum in a norm."""
+
 TRIES = 3
 """Most outer products of one call in a loop of which is asked what reads them: the last state may have no reader."""
 
-Key = tuple[int, tuple[int, ...]]
-"""The number of an operand, and its axes along which a later product sums; of a query, along which this one does."""
+
+@dataclass(frozen=True)
+class Key:
+    """An operand of a product that later functions tell from the others.
+
+    Attributes:
+        operand: its number; -1 for all.
+        axes: its axes along which a later product sums if it is a "key"; those that the other operand lacks, while a
+            later sum is along common ones, if it is a "matrix"; those along which the product is summed later, of all
+            operands, for "summed".
+        role: one of these words.
+        separate: of a key, the axes of each operand that the others lack, if the result has a number for each pair of
+            their entries.
+    """
+
+    operand: int
+    axes: tuple[int, ...]
+    role: str
+    separate: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The operands of products that are told, by the position of the product's call.
+
+    Attributes:
+        own: a key, or an operand with another role.
+        queries: the operands that sum along the axes of an earlier product's key, by number, with that product.
+    """
+
+    own: dict[Position, Key] = field(default_factory=dict)
+    queries: dict[Position, dict[int, set[Position]]] = field(default_factory=dict)
+
+    def tell(self, product: Position, key: Key, queries: "Queries") -> None:
+        """Add what a later function tells, unless another one told otherwise."""
+        if self.own.setdefault(product, key).operand == key.operand:
+            for reader, query in queries:
+                self.queries.setdefault(reader, {}).setdefault(query, set()).add(product)
+
+
+Queries = tuple[tuple[Position, int], ...]
+"""The operands that multiplied a result before it was summed: where, and their numbers."""
 
 
 def called(module: nn.Module, positional: Sequence[Any], named: Mapping[str, Any]) -> Any:
@@ -61,29 +105,79 @@ def position() -> Position:
     return tuple(calls)
 
 
-def keys_of(output: Node) -> dict[Position, Key]:
+def keys_of(output: Node) -> Keys:
     """Return the keys of the outer products that a recorded output depends on, and the queries of those that read them.
 
     They are found by the position of the products' calls.
     """
     users, products = _graph(output)
-    keys: dict[Position, Key] = {}
-    tries: Counter[Position] = Counter()
+    keys, tries = Keys(), Counter[Position]()
     for node in products:
-        outer = _outer(node)
-        if outer is None or tries[node.position] == TRIES:
+        separate = _separate(node)
+        if separate is None or tries[node.position] == TRIES:
             continue
         tries[node.position] += 1
-        for number, reader, query in _readers(node, outer, users):
-            is_key = keys.setdefault(node.position, (number, outer[number].axes))[0] == number
-            if is_key and query is not None and reader.position:
-                keys.setdefault(reader.position, query)
+        wide = {number: each.axes for number, each in enumerate(separate) if each.axes}
+        told: Iterator[tuple[Key, Queries]] = iter(())
+        if len(wide) > 1:
+            told = _told_keys(node, separate, wide, users)
+        elif len(wide) == 1:
+            told = _told_larger(node, next(iter(wide)), separate, users)
+        elif all(isinstance(term, Node) and term.value.shape == node.value.shape for term in node.args[:2]):
+            told = _told_summed(node, users)
+        for key, queries in told:
+            keys.tell(node.position, key, queries)
     return keys
+
+
+def _told_keys(
+    node: Node,
+    separate: Sequence["_Separate"],
+    wide: Mapping[int, tuple[int, ...]],
+    users: Mapping[int, list[Node]],
+) -> Iterator[tuple[Key, Queries]]:
+    """Yield the key of an outer product, along whose axes a later function sums, and the queries."""
+    numbers = list(wide)
+    for index, queries in _readers(node, [separate[number].out for number in numbers], users):
+        if queries:
+            yield Key(numbers[index], wide[numbers[index]], "key", wide), queries
+
+
+def _told_larger(
+    node: Node, number: int, separate: Sequence["_Separate"], users: Mapping[int, list[Node]]
+) -> Iterator[tuple[Key, Queries]]:
+    """Yield the role of an operand whose axes the other one lacks, as `_told_keys`.
+
+    It is a key if a query is summed with it along these axes, as the input matrix B of a state-space model is in (dt B)
+    u, and a matrix if the sum is along common ones, as in sums over j of w_ij v_j by channel.
+    """
+    axes, out = separate[number].axes, separate[number].out
+    common = [axis for axis in range(node.value.ndim) if axis not in out]
+    # Scores of one query.
+    is_row = node.name not in ("mul", "multiply", "addcmul") and _sums(node)
+    for is_common, queries in _readers(node, [out, common], users):
+        if is_common:
+            yield Key(number, axes, "matrix"), ()
+        elif queries:
+            yield Key(number, axes, "key", {number: axes} if is_row else {}), queries
+
+
+def _told_summed(node: Node, users: Mapping[int, list[Node]]) -> Iterator[tuple[Key, Queries]]:
+    """Yield the axis along which a product by element is summed."""
+    for axis, queries in _readers(node, [(axis,) for axis in range(node.value.ndim)], users):
+        if not queries:
+            yield Key(-1, (axis,), "summed"), ()
+
+
+def _sums(node: Node) -> bool:
+    """Tell whether a product sums over an axis."""
+    _, letters, out = _terms(node) or ([], [], ())
+    return any(x not in out for names in letters for x in names)
 
 
 @dataclass(frozen=True)
 class _Separate:
-    """The axes of an operand of a product that the other operand lacks.
+    """The axes of an operand of a product that the other operands lack.
 
     Attributes:
         axes: their numbers in the operand.
@@ -114,7 +208,7 @@ def _graph(output: Node) -> tuple[dict[int, list[Node]], list[Node]]:
 
 
 def _terms(node: Node) -> tuple[list[Any], list[Letters], Letters] | None:
-    """Return the operands of a product of two tensors, with a letter for each of their axes and of the result's."""
+    """Return the operands of a product of tensors, with a letter for each of their axes and of the result's."""
     terms = list(node.args)
     if node.name == "einsum" and isinstance(terms[0], str):
         terms = list(terms[1]) if isinstance(terms[1], (list, tuple)) else terms[1:]
@@ -122,7 +216,7 @@ def _terms(node: Node) -> tuple[list[Any], list[Letters], Letters] | None:
         terms = terms[1:]
     elif node.name == "rmatmul":
         terms.reverse()
-    if node.name not in OUTER or len(terms) != 2 or not all(isinstance(term, (Node, Tensor)) for term in terms):
+    if node.name not in OUTER or len(terms) < 2 or not all(isinstance(term, (Node, Tensor)) for term in terms):
         return None
     shapes = [(term.value if isinstance(term, Node) else term).shape for term in terms]
     if isinstance(node.args[0], str):
@@ -135,8 +229,8 @@ def _terms(node: Node) -> tuple[list[Any], list[Letters], Letters] | None:
     return terms, [first, second], out
 
 
-def _outer(node: Node) -> list[_Separate] | None:
-    """Return the separate axes of both operands of an outer product, None for another one."""
+def _separate(node: Node) -> list[_Separate] | None:
+    """Return the axes of each operand of a product that the others lack, None for a function that is no product."""
     product = _terms(node)
     if product is None:
         return None
@@ -145,34 +239,38 @@ def _outer(node: Node) -> list[_Separate] | None:
     # An axis of size 1 is broadcast.
     wide = [{x for x, size in zip(*pair, strict=True) if size > 1} for pair in zip(letters, shapes, strict=True)]
     separate: list[_Separate] = []
-    for names, others in zip(letters, wide[::-1], strict=True):
-        axes = [axis for axis, x in enumerate(names) if x in out and x not in others and x in wide[len(separate)]]
+    for number, names in enumerate(letters):
+        others = set().union(*wide[:number], *wide[number + 1 :])
+        axes = [axis for axis, x in enumerate(names) if x in out and x not in others and x in wide[number]]
         separate.append(_Separate(tuple(axes), tuple(out.index(names[axis]) for axis in axes)))
-    return separate if all(each.axes for each in separate) else None
+    return separate
 
 
 def _readers(
-    product: Node, outer: Sequence[_Separate], users: Mapping[int, list[Node]]
-) -> Iterator[tuple[int, Node, Key | None]]:
-    """Yield the number of the operand of an outer product along whose axes a later function sums, and that function.
+    product: Node, groups: Sequence[Sequence[int]], users: Mapping[int, list[Node]]
+) -> Iterator[tuple[int, Queries]]:
+    """Yield the number of the group of a product's axes along which a later function sums, and the queries.
 
-    The third item is its other operand, the query, None for a sum. Elements of the result are followed through later
-    functions by their indices along the axes of each operand.
+    These are the operands that this function, or earlier ones, multiply the result by. Elements of the result are
+    followed through later functions by their indices along the axes of each group; a norm's mean, or its sum of
+    squares, reads nothing.
     """
-    waiting = deque([(product, [_indices(product.value, operand.out) for operand in outer])])
+    start: Queries = ()
+    waiting = deque([(product, [_indices(product.value, axes) for axes in groups], start)])
     visited = {id(product)}
     while waiting:
-        node, marks = waiting.popleft()
+        node, marks, queries = waiting.popleft()
         for user in users[id(node)]:
             axes, query = _summed_axes(user, node)
             varies = [any(_varies(mark, axis) for axis in axes) for mark in marks]
-            if sum(varies) == 1:
-                yield varies.index(True), user, query
+            every: Queries = queries if query is None else (*queries, (user.position, query))
+            if sum(varies) == 1 and not (user.name in SUMMING and (user.name == "mean" or node.name in SQUARES)):
+                yield varies.index(True), every
             followed = [] if any(varies) or id(user) in visited else [_followed(user, node, mark) for mark in marks]
             visited.add(id(user))
             marked = [mark for mark in followed if mark is not None]
             if len(marked) == len(marks):
-                waiting.append((user, marked))
+                waiting.append((user, marked, every))
 
 
 def _indices(tensor: Tensor, axes: Sequence[int]) -> UInt8[Tensor, "*axes"]:
@@ -191,12 +289,12 @@ def _varies(mark: UInt8[Tensor, "*axes"], axis: int) -> bool:
     return mark.stride(axis) != 0 and bool((mark.narrow(axis, 1, size - 1) != mark.narrow(axis, 0, size - 1)).any())
 
 
-def _summed_axes(user: Node, node: Node) -> tuple[tuple[int, ...], Key | None]:
+def _summed_axes(user: Node, node: Node) -> tuple[tuple[int, ...], int | None]:
     """Return the axes of a tensor along which a function sums it, or its product with another one from tokens.
 
-    The second item is this other operand, with the axes along which it is summed.
+    The second item is the number of this other operand.
     """
-    if user.name in ("sum", "mean"):
+    if user.name in SUMMING:
         dim = user.kwargs.get("dim", user.kwargs.get("axis", user.args[1] if len(user.args) > 1 else None))
         count = node.value.ndim
         dims = range(count) if dim is None else (dim,) if isinstance(dim, int) else dim
@@ -205,9 +303,10 @@ def _summed_axes(user: Node, node: Node) -> tuple[tuple[int, ...], Key | None]:
     if product is None or not all(isinstance(term, Node) for term in product[0]):
         return (), None
     terms, letters, out = product
-    summed = [tuple(axis for axis, x in enumerate(names) if x not in out) for names in letters]
     number = next((n for n, term in enumerate(terms) if term is node), None)
-    return ((), None) if number is None else (summed[number], (1 - number, summed[1 - number]))
+    if number is None or len(terms) != 2 or terms[0] is terms[1] or not user.position:
+        return (), None
+    return tuple(axis for axis, x in enumerate(letters[number]) if x not in out), 1 - number
 
 
 def _followed(user: Node, node: Node, mark: UInt8[Tensor, "*node"]) -> UInt8[Tensor, "*user"] | None:
@@ -222,7 +321,10 @@ def _followed(user: Node, node: Node, mark: UInt8[Tensor, "*node"]) -> UInt8[Ten
         shape = [1 if axis is None else mark.shape[axis] for axis in axes]
         ordered = mark.permute([axis for axis in axes if axis is not None])
         return ordered.reshape(shape).expand(user.value.shape)
-    if user.name in ELEMENTWISE:
+    is_convolved = (
+        user.name.startswith(("conv", "avg_pool")) and user.args[0] is node and user.value.shape == node.value.shape
+    )
+    if user.name in ELEMENTWISE or is_convolved:
         with suppress(RuntimeError):
             return mark.expand(user.value.shape)
         return None

@@ -243,7 +243,7 @@ def _value(run: Compilation, node: Node, name: str, terms: Sequence[Any], args: 
     numbers = [n for n, term in enumerate(terms) if is_carried(term)]
     if len(numbers) > 1:
         axes = summed_axes(name, args, [run.number(term).shape for term in terms])
-        return numbers[values(run.operands(node, {n: terms[n] for n in numbers}, axes))[-1]]
+        return run.values(node, {n: terms[n] for n in numbers}, axes, values)[0][-1]
     return numbers[0]
 
 

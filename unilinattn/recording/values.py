@@ -1,14 +1,16 @@
 """Which of several operands that carry tokens is the value of a product; the others are its weights and gates."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from unilinattn.call.functions import meaning_of
 from unilinattn.recording.contraction import Letters, equation_letters, matmul_letters
-from unilinattn.recording.nodes import Node
+from unilinattn.recording.keys import Key, Keys
+from unilinattn.recording.nodes import Node, Position
 from unilinattn.rules.functions import GATE
 from unilinattn.rules.mixing_functions import MixingFunction
 
@@ -17,6 +19,9 @@ PRODUCTS = ("matmul", "rmatmul", "bmm", "baddbmm", "einsum", "scaled_dot_product
 
 SAMPLES = 4
 """Elements of an operand of which is asked from which tokens they come."""
+
+ELEMENTS = 3
+"""Elements of an operand that are compared with the first one along an axis."""
 
 Token = tuple[str, int, int]
 """The port, the sequence and the position of a token."""
@@ -31,15 +36,21 @@ class Operand:
         shape: its shape.
         summed: the axes over which the product sums.
         tokens: returns the tokens that an element, numbered in the flattened operand, comes from.
-        read: of a key, the axes along which a later product sums, of a query, those along which this one does (see
-            `keys`).
+        key: what later functions tell of it (see `keys`).
+        reads_pairs: whether it multiplies numbers of pairs of tokens, such as scores q k^T.
     """
 
     rank: int | float
     shape: torch.Size
     summed: tuple[int, ...]
     tokens: Callable[[int], frozenset[Token]]
-    read: tuple[int, ...] = ()
+    key: Key | None = None
+    reads_pairs: bool = False
+
+    @property
+    def role(self) -> str:
+        """That of the key, empty without one."""
+        return "" if self.key is None else self.key.role
 
     @property
     def reach(self) -> int:
@@ -50,21 +61,27 @@ class Operand:
     @property
     def is_summed_over_tokens(self) -> bool:
         """Whether the product sums over tokens."""
-        return self._has_tokens_along(self.summed)
+        return self.has_tokens_along(self.summed)
 
     @property
     def is_key(self) -> bool:
         """Whether a later product sums over this operand's channels, as that of a query with a state does."""
-        return bool(self.read) and self.read != self.summed and not self._has_tokens_along(self.read)
+        return self.key is not None and self.role == "key" and not self.has_tokens_along(self.key.axes)
 
     @property
-    def is_query(self) -> bool:
-        """Whether the product sums over this operand's channels and those of keys in a state."""
-        return bool(self.read) and self.read == self.summed
+    def is_matrix(self) -> bool:
+        """Whether this operand has a number for each pair of two tokens, of which the other operand has the second."""
+        return self.key is not None and self.role == "matrix" and self.has_tokens_along(self.key.axes)
 
-    def _has_tokens_along(self, axes: tuple[int, ...]) -> bool:
-        """Tell whether the last element comes from other tokens than the first one along some axes."""
-        last = [size - 1 for size in self.shape]
+    def has_tokens_along(self, axes: tuple[int, ...]) -> bool:
+        """Tell whether one of some elements comes from other tokens than the first one along some axes.
+
+        An element may come from none, as where a mask or an activation is zero.
+        """
+        return any(self._varies(number, axes) for number in range(ELEMENTS))
+
+    def _varies(self, number: int, axes: tuple[int, ...]) -> bool:
+        last = [(size - 1) * (ELEMENTS - number) // ELEMENTS for size in self.shape]
         first = [0 if axis in axes else index for axis, index in enumerate(last)]
         return first != last and self.tokens(self._number(first)) != self.tokens(self._number(last))
 
@@ -75,27 +92,64 @@ class Operand:
         return number
 
 
+class Told:
+    """What later functions tell of the operands of products.
+
+    Args:
+        keys: that of each, by the position of the product's call.
+    """
+
+    def __init__(self, keys: Keys) -> None:
+        self._keys = keys
+        # Where numbers of pairs of tokens are computed, and how often the code came by.
+        self._pairs: set[Position] = set()
+        self._calls: Counter[Position] = Counter()
+
+    def operands(self, terms: Mapping[int, Operand], position: Position) -> list[Operand]:
+        """Return the operands of a product, by number, with what is told of them."""
+        key, queries = self._keys.own.get(position), self._keys.queries.get(position, {})
+        self._calls[position] += 1
+        # A loop calls one product at each step, and to ask for tokens takes passes back through all earlier steps.
+        if key is not None and position not in self._pairs and self._calls[position].bit_count() == 1:
+            has_own = (n in terms and terms[n].has_tokens_along(axes) for n, axes in key.separate.items())
+            if key.separate and all(has_own):
+                self._pairs.add(position)
+        operands: list[Operand] = []
+        for number, operand in terms.items():
+            summed = key.axes if key is not None and key.role == "summed" else operand.summed
+            read = queries.get(number, set())
+            own = key if key is not None and key.operand in (-1, number) else None
+            operands.append(replace(operand, summed=summed, key=own, reads_pairs=not read.isdisjoint(self._pairs)))
+        return operands
+
+
 def values(operands: Sequence[Operand]) -> list[int]:
     """Return the numbers of the operands that may be the value of a product, in their order.
 
     Where the product sums over the tokens of some operands and not of others, such as a matrix with a row for each
-    token, the former are mixed. An activation with f(0) != 0, such as a sigmoid, is a gate, and a key is a weight. Of
-    several that are mixed, as attention weights and values are, the least activated operand is the value. Elsewhere,
-    as in the product of a gate with the output of a scan, it is the one that comes from most tokens, then the least
-    activated one. Of a sum over channels, such as that of queries with a state, activations say nothing, and a query is
-    no value.
+    token, the former are mixed. One that is summed with the tokens of an outer product, as values are with scores q k^T
+    that no softmax made factors, is the value. An activation with f(0) != 0, such as a sigmoid, is a gate, and a key is
+    a weight. Of several that are mixed, as attention weights and values are, the least activated operand is the value.
+    Elsewhere, as in the product of a gate with the output of a scan, it is the one that comes from most tokens, then
+    the least activated one. Of a sum over channels, such as that of queries with a state, activations say nothing.
     """
     mixed = [n for n, operand in enumerate(operands) if operand.is_summed_over_tokens]
+    if readers := [n for n in mixed if operands[n].reads_pairs]:
+        return readers
+    if len(operands) > 2:
+        # Of q, k and v in one sum over the channels of q and k, the value has others, which are left.
+        left = {n: len(operands[n].shape) - len(operands[n].summed) for n in mixed}
+        mixed = [n for n in mixed if left[n] == max(left.values())]
     every = mixed or list(range(len(operands)))
-    numbers = [n for n in every if operands[n].rank < GATE] or every
-    if len(numbers) > 1:
-        numbers = [n for n in numbers if not operands[n].is_key] or numbers
+    # A key that a query reads is told by more than its activation.
+    numbers = [n for n in every if not (len(every) > 1 and operands[n].is_key)] or every
+    numbers = [n for n in numbers if operands[n].rank < GATE] or numbers
     if len(numbers) > 1 and not mixed:
         reach = {n: operands[n].reach for n in numbers}
         numbers = [n for n in numbers if reach[n] == max(reach.values())]
-        if any(operand.summed for operand in operands):
-            # A state of one token comes from as many as its query.
-            return [n for n in numbers if not operands[n].is_query] or numbers
+        if any(operand.summed and operand.role != "summed" for operand in operands):
+            # The state of the first token comes from as many as its query; a later step tells.
+            return numbers
     rank = min(operands[n].rank for n in numbers)
     return [n for n in numbers if operands[n].rank == rank]
 
@@ -104,14 +158,20 @@ def factor_values(operands: Sequence[Operand]) -> list[int]:
     """Return the numbers of the values of an elementwise product of two operands; of two, each is the other's gate.
 
     An operand that is broadcast is a scale of the other one, unless this is a gate, such as the decays of several
-    tokens, by which a parallel scan multiplies the state of one. Of an outer product, whose operands both are, of which
+    tokens, by which a parallel scan multiplies the state of one, a matrix of pairs of tokens, or a key that comes from
+    no more tokens, such as dt B in (dt B) u. Of an outer product, whose operands both are, of which
     no later product tells the key, the larger operand is the value, and of two of one size the last.
     """
+    if readers := [n for n, operand in enumerate(operands) if operand.reads_pairs]:
+        return readers[-1:]
     sizes = [operand.shape.numel() for operand in operands]
     outer = torch.broadcast_shapes(*(operand.shape for operand in operands)).numel() > max(sizes)
     if not outer and sizes[0] != sizes[1]:
-        larger = int(sizes[0] < sizes[1])
-        return [1 - larger if operands[larger].rank >= GATE > operands[1 - larger].rank else larger]
+        number = int(sizes[0] < sizes[1])
+        larger, smaller = operands[number], operands[1 - number]
+        is_gate = larger.rank >= GATE > smaller.rank
+        is_value = smaller.rank >= GATE or not (larger.is_matrix or (larger.is_key and larger.reach <= smaller.reach))
+        return [number if is_value and not is_gate else 1 - number]
     numbers = values(operands)
     return [max(numbers, key=lambda n: (sizes[n], n))] if outer else numbers
 
