@@ -21,7 +21,7 @@ from unilinattn.operator.flow import Flow
 from unilinattn.testing import Host, promoted
 from unilinattn.tracing.trace import Trace, trace
 
-GATED = ("mamba", "mamba2", "qwen3 next", "recurrent gemma", "lfm2, biases")
+GATED = ("mamba", "mamba2", "minimax", "minimax, two heads, relu", "qwen3 next", "recurrent gemma", "lfm2, biases")
 """Hosts whose recorded modules have the stages of their adapters, with gates inside and outside of mixing functions."""
 
 

@@ -20,8 +20,8 @@ PRODUCTS = ("matmul", "rmatmul", "bmm", "baddbmm", "einsum", "scaled_dot_product
 SAMPLES = 4
 """Elements of an operand of which is asked from which tokens they come."""
 
-ELEMENTS = 3
-"""Elements of an operand that are compared with the first one along an axis."""
+ELEMENTS, MOST_ELEMENTS = 3, 12
+"""Elements of an operand that are compared with the first one along an axis, and most that are tried."""
 
 Token = tuple[str, int, int]
 """The port, the sequence and the position of a token."""
@@ -76,14 +76,21 @@ class Operand:
     def has_tokens_along(self, axes: tuple[int, ...]) -> bool:
         """Tell whether one of some elements comes from other tokens than the first one along some axes.
 
-        An element may come from none, as where a mask or an activation is zero.
+        An element that comes from none, as where a mask or an activation is zero, tells nothing.
         """
-        return any(self._varies(number, axes) for number in range(ELEMENTS))
-
-    def _varies(self, number: int, axes: tuple[int, ...]) -> bool:
-        last = [(size - 1) * (ELEMENTS - number) // ELEMENTS for size in self.shape]
-        first = [0 if axis in axes else index for axis, index in enumerate(last)]
-        return first != last and self.tokens(self._number(first)) != self.tokens(self._number(last))
+        told = 0
+        for number in range(MOST_ELEMENTS):
+            last = [(size - 1) * (MOST_ELEMENTS - number) // MOST_ELEMENTS for size in self.shape]
+            first = [0 if axis in axes else index for axis, index in enumerate(last)]
+            if first == last:
+                break
+            tokens = [self.tokens(self._number(index)) for index in (first, last)]
+            if all(tokens) and tokens[0] != tokens[1]:
+                return True
+            told += all(tokens)
+            if told == ELEMENTS:
+                break
+        return False
 
     def _number(self, index: Sequence[int]) -> int:
         number = 0
