@@ -9,21 +9,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tests.recording.test_frozen_module import as_one_stage
-from tests.recording.test_recorded import LIMIT, draw, operator
+from tests.recording.test_recorded import LIMIT, draw, operator, out_of_place
 from unilinattn.testing import relative_error
 
 LENGTH, WIDTH = 8, 16
 
 Scan = Callable[[Tensor, Tensor], Tensor]
 """Returns the states h_t = a_t h_(t-1) + v_t of decays (batch, token, ...) and values of a shape they broadcast to."""
-
-
-def one_by_one(a: Tensor, v: Tensor) -> Tensor:
-    h, states = torch.zeros_like(v[:, 0]), []
-    for t in range(v.shape[1]):
-        h = h * a[:, t] + v[:, t]
-        states.append(h)
-    return torch.stack(states, 1)
 
 
 def halves(a: Tensor, v: Tensor) -> Tensor:
@@ -94,13 +86,13 @@ def pairs(a: Tensor, v: Tensor) -> Tensor:
 def chunks(a: Tensor, v: Tensor) -> Tensor:
     h, states = torch.zeros_like(v[:, :1]), []
     for decays, values in zip(a.split(4, 1), v.split(4, 1), strict=True):
-        states.append(one_by_one(decays, values) + decays.cumprod(1) * h)
+        states.append(out_of_place(decays, values) + decays.cumprod(1) * h)
         h = states[-1][:, -1:]
     return torch.cat(states, 1)
 
 
 SCANS: tuple[Scan, ...] = (
-    one_by_one,
+    out_of_place,
     halves,
     halves_in_place,
     steps,
@@ -187,7 +179,7 @@ def test_a_state_times_gates_of_several_tokens_is_no_gate() -> None:
             decayed = self.gate(x).sigmoid() * self.value(x)[:, -1:]
             return self.input_gate(x).sigmoid() * decayed
 
-    module, x = Last(one_by_one, "sigmoid", "linear", WIDTH).double(), draw(2, LENGTH, WIDTH)
+    module, x = Last(out_of_place, "sigmoid", "linear", WIDTH).double(), draw(2, LENGTH, WIDTH)
     # Its parameters are drawn here.
     op = operator(module, x)
     gates = module.gate(x).sigmoid() * module.input_gate(x).sigmoid()

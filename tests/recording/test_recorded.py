@@ -326,24 +326,8 @@ def written_behind_a_view(a: Tensor, v: Tensor) -> Tensor:
     return states / 2
 
 
-def by_halves(a: Tensor, v: Tensor) -> Tensor:
-    # Memory in the order (batch, channel, token), as a copy of a transposed product has.
-    a, v = (x.mT.contiguous().mT.clone() for x in (a, v))
-    for half in (1, 2, 4):
-        decays, states = (x.unflatten(1, (-1, 2 * half)) for x in (a, v))
-        states[:, :, half:].add_(decays[:, :, half:] * states[:, :, half - 1 : half])
-        decays[:, :, half:].mul_(decays[:, :, half - 1 : half])
-    return v
-
-
-def by_halves_of_turned_memory(a: Tensor, v: Tensor) -> Tensor:
-    return by_halves(*(x.unflatten(2, (4, 4)).transpose(1, 2).clone().transpose(1, 2) for x in (a, v))).flatten(2)
-
-
 FORMS = (
     in_place,
-    by_halves,
-    by_halves_of_turned_memory,
     operators_in_place,
     fused_product,
     views_of_a_sum,
@@ -356,12 +340,12 @@ FORMS = (
 @pytest.mark.parametrize("form", FORMS)
 def test_writes_in_place_are_the_functions_out_of_place(form: Callable[..., Tensor]) -> None:
     torch.manual_seed(0)
-    reference, x = Gates(out_of_place), draw(2, 8, 16)
+    reference, x = Gates(out_of_place), draw(2, 5, 16)
     module = Gates(form)
     module.load_state_dict(reference.state_dict())
     expected, op = operator(reference, x), operator(module, x)
     assert op.reconstruction_error() < LIMIT
-    for row in range(8):
+    for row in range(5):
         assert relative_error(op.contributions(row), expected.contributions(row)) < LIMIT
 
 
