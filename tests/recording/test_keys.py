@@ -63,7 +63,7 @@ def delta_rule(factors: Factors) -> Tensor:
 
 
 def delta_rule_of_softmax(factors: Factors) -> Tensor:
-    """What the first keys read in a state of zeros is a factor that is zero."""
+    """The first keys read zeros from a state of zeros, a factor that may be added."""
     query, key, value, decay = factors
     return delta_rule((query, key.softmax(-1), value, decay))
 

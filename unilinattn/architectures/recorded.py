@@ -128,10 +128,9 @@ def recorded_stages(call: Call) -> Flow:
         return _stages(call, (), heads)
     except UncoveredError:
         vectors = [name for name, value in unlisted(call.arguments).items() if _is_vector(value, call)]
-        for single in ((), vectors) if heads else (vectors,):
+        for single in (*([()] if heads else []), *([vectors] if vectors else [])):
             with suppress(UncoveredError):
-                if heads or single:
-                    return _stages(call, single, {})
+                return _stages(call, single, {})
         _require_told_heads(call)
         raise
 

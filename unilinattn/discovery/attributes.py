@@ -1,4 +1,4 @@
-"""What a call leaves in the attributes of its module, such as keys that a later layer reads."""
+"""Attributes that a call of a module writes, such as keys that a later layer reads."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -28,7 +28,7 @@ def written(module: nn.Module, before: Attributes) -> Left:
         (vars(part), name, _copy(value))
         for part in module.modules()
         for name, value in _items(part)
-        if _is_changed(value, before.get(id(part), {}).get(name)) and any(True for _ in tensors(value))
+        if _is_changed(value, before.get(id(part), {}).get(name)) and next(tensors(value), None) is not None
     ]
 
 

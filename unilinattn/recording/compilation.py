@@ -227,11 +227,10 @@ def _not_carried(value: Any) -> str:
     """Return why a factor, or a constant, is no value of the tokens, by the function that made it one."""
     if not isinstance(value, Node):
         return "a constant takes the place of values of the tokens"
-    origin, visited = value, set[int]()
+    origin = value
     while origin.name not in FACTORS and (nodes := list(nodes_in((origin.args, origin.kwargs)))):
         # Of weights and values the values come last.
-        origin = next((node for node in reversed(nodes) if id(node) not in visited), nodes[-1])
-        visited.add(id(origin))
+        origin = nodes[-1]
     if origin.name == "attribute":
         return (
             "its values come neither from its arguments nor from functions of torch, but from NumPy or an attribute, "

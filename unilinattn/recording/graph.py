@@ -265,8 +265,8 @@ class Recording(TorchFunctionMode):
         Returns the base of this memory and its node or its value, None if it is the tensor, and the arguments. A base
         whose detached view is written has neither, since autograd does not see the write.
         """
-        sharing = self._views.sharing(target)
-        base = self._base(target) if len(sharing) > 1 else target
+        base = self._base(target) if len(self._views.sharing(target)) > 1 else target
+        # The base may have been added.
         sharing = self._views.sharing(target)
         origin = self._nodes.get(id(target))
         is_detached = base is not target and origin is not None and origin.name in CONSTANT
@@ -349,8 +349,6 @@ def _moved(func: Any, value: Any, argument: Sequence[int]) -> Any:
     if not isinstance(value, Node):
         return func(value, argument)
     moved = func(value.value, argument)
-    return (
-        value
-        if moved.shape == value.value.shape and same_elements(moved, value.value)
-        else Node(func.__name__, func, (value, argument), {}, moved, value.kind, value.rank)
-    )
+    if same_elements(moved, value.value):
+        return value
+    return Node(func.__name__, func, (value, argument), {}, moved, value.kind, value.rank)

@@ -36,7 +36,7 @@ class Operand:
         shape: its shape.
         summed: the axes over which the product sums.
         tokens: returns the tokens that an element, numbered in the flattened operand, comes from.
-        key: what later functions tell of it (see `keys`).
+        key: the role that later functions tell (see `keys`), None for none.
         reads_pairs: whether it multiplies numbers of pairs of tokens, such as scores q k^T.
     """
 
@@ -100,7 +100,7 @@ class Operand:
 
 
 class Told:
-    """What later functions tell of the operands of products.
+    """Adds to the operands of products the roles that later functions tell.
 
     Args:
         keys: that of each, by the position of the product's call.
@@ -113,7 +113,7 @@ class Told:
         self._calls: Counter[Position] = Counter()
 
     def operands(self, terms: Mapping[int, Operand], position: Position) -> list[Operand]:
-        """Return the operands of a product, by number, with what is told of them."""
+        """Return the operands of a product, by number, with their roles."""
         key, queries = self._keys.own.get(position), self._keys.queries.get(position, {})
         self._calls[position] += 1
         # A loop calls one product at each step, and to ask for tokens takes passes back through all earlier steps.
@@ -125,8 +125,8 @@ class Told:
         for number, operand in terms.items():
             summed = key.axes if key is not None and key.role == "summed" else operand.summed
             read = queries.get(number, set())
-            own = key if key is not None and key.operand in (-1, number) else None
-            operands.append(replace(operand, summed=summed, key=own, reads_pairs=not read.isdisjoint(self._pairs)))
+            role = key if key is not None and key.operand in (-1, number) else None
+            operands.append(replace(operand, summed=summed, key=role, reads_pairs=not read.isdisjoint(self._pairs)))
         return operands
 
 
@@ -166,8 +166,8 @@ def factor_values(operands: Sequence[Operand]) -> list[int]:
 
     An operand that is broadcast is a scale of the other one, unless this is a gate, such as the decays of several
     tokens, by which a parallel scan multiplies the state of one, a matrix of pairs of tokens, or a key that comes from
-    no more tokens, such as dt B in (dt B) u. Of an outer product, whose operands both are, of which
-    no later product tells the key, the larger operand is the value, and of two of one size the last.
+    no more tokens, such as dt B in (dt B) u. Of an outer product, in which both are broadcast, and of which no later
+    product tells the key, the larger operand is the value, and of two of one size the last.
     """
     if readers := [n for n, operand in enumerate(operands) if operand.reads_pairs]:
         return readers[-1:]
