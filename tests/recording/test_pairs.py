@@ -148,3 +148,13 @@ def test_the_norm_of_a_gated_output_reads_no_state(power: Callable[[Tensor], Ten
     module.mix = gated
     expected = module.contributions(x) * scale[:, :, None]
     assert relative_error(op.contributions(range(LENGTH)), expected) < LIMIT
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_scores_of_rectified_queries_are_no_values_at_any_input(seed: int) -> None:
+    def mix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.einsum("bjd,bij->bid", v, causal(functional.relu(q) ** 2 @ (functional.relu(k) ** 2).mT))
+
+    module, x = Mixer(mix, "silu").double(), draw(2, LENGTH, WIDTH, seed=seed)
+    op, other = operator(module, x), draw(2, LENGTH, WIDTH, seed=seed + 100)
+    assert relative_error(op.apply(other, bias=False), module.frozen(x, other)) < LIMIT

@@ -156,7 +156,7 @@ class Compilation:
         for term in terms.values():
             with suppress(UncoveredError):
                 self.value(term)
-        plain = {n: Operand(x.rank, x.value.shape, summed[n], partial(self._tokens, x)) for n, x in terms.items()}
+        plain = {n: Operand(x.rank, x.value.detach(), summed[n], partial(self._tokens, x)) for n, x in terms.items()}
         operands = self._told.operands(plain, product.position)
         decided = self._decided.get(product.position, [])
         if decided and set(decided) <= terms.keys():

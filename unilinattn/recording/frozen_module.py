@@ -280,7 +280,7 @@ class _LayerFreezing(Freezing):
         decided = self._decided.get((choose, at), [])
         if decided and set(decided) <= terms.keys():
             return decided
-        plain = {n: Operand(self.rank(x), x.shape, summed[n], partial(self._tokens, x)) for n, x in terms.items()}
+        plain = {n: Operand(self.rank(x), _primal(x), summed[n], partial(self._tokens, x)) for n, x in terms.items()}
         operands = self._told.operands(plain, at)
         call = choose, tuple((x.rank, len(x.shape), x.summed) for x in operands), at
         count, numbers, repeated = self._choices.get(call, (0, [], 0))
@@ -300,6 +300,11 @@ class _LayerFreezing(Freezing):
             gradients = torch.autograd.grad(value, self._sources, retain_graph=True, allow_unused=True)
         images = ((str(n), g.abs().sum(2).nonzero()) for n, g in enumerate(gradients) if g is not None)
         return frozenset((port, *token) for port, image in images for token in image.tolist())
+
+
+def _primal(x: Tensor) -> Tensor:
+    with torch._C.DisableTorchFunction():
+        return forward_ad.unpack_dual(x).primal.detach()
 
 
 def _mapped_except(live: Tensor, value: Any) -> Any:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from unilinattn.call.functions import meaning_of
 from unilinattn.recording.contraction import Letters, equation_letters, matmul_letters
@@ -20,8 +21,8 @@ PRODUCTS = ("matmul", "rmatmul", "bmm", "baddbmm", "einsum", "scaled_dot_product
 SAMPLES = 4
 """Elements of an operand of which is asked from which tokens they come."""
 
-ELEMENTS, MOST_ELEMENTS = 3, 12
-"""Elements of an operand that are compared with the first one along an axis, and most that are tried."""
+ELEMENTS, TRIED = 3, 32
+"""Pairs of elements of an operand that are compared along an axis, and elements of which some may be zero."""
 
 Token = tuple[str, int, int]
 """The port, the sequence and the position of a token."""
@@ -33,7 +34,7 @@ class Operand:
 
     Attributes:
         rank: that of its `Node`.
-        shape: its shape.
+        value: its value.
         summed: the axes over which the product sums.
         tokens: returns the tokens that an element, numbered in the flattened operand, comes from.
         key: the role that later functions tell (see `keys`), None for none.
@@ -41,7 +42,7 @@ class Operand:
     """
 
     rank: int | float
-    shape: torch.Size
+    value: Tensor
     summed: tuple[int, ...]
     tokens: Callable[[int], frozenset[Token]]
     key: Key | None = None
@@ -53,9 +54,20 @@ class Operand:
         return "" if self.key is None else self.key.role
 
     @property
+    def shape(self) -> torch.Size:
+        """That of the value."""
+        return self.value.shape
+
+    @property
     def reach(self) -> int:
         """The largest number of tokens that one of some elements comes from."""
-        elements = torch.linspace(0, self.shape.numel() - 1, SAMPLES, device="cpu").long().tolist()
+        count = self.shape.numel()
+        numbers = torch.linspace(0, count - 1, min(count, TRIED), dtype=torch.float64, device="cpu").long()
+        with torch._C.DisableTorchFunction():
+            # A mask or an activation that is zero tells nothing.
+            index = torch.unravel_index(numbers.to(self.value.device), self.shape)
+            nonzero = numbers[(self.value[index] != 0).cpu()].tolist() or numbers.tolist()
+        elements = {nonzero[number * (len(nonzero) - 1) // (SAMPLES - 1)] for number in range(SAMPLES)}
         return max(len(self.tokens(element)) for element in elements)
 
     @property
@@ -74,29 +86,32 @@ class Operand:
         return self.key is not None and self.role == "matrix" and self.has_tokens_along(self.key.axes)
 
     def has_tokens_along(self, axes: tuple[int, ...]) -> bool:
-        """Tell whether one of some elements comes from other tokens than the first one along some axes.
+        """Tell whether some elements that differ in their place along some axes come from different tokens.
 
         An element that comes from none, as where a mask or an activation is zero, tells nothing.
         """
-        told = 0
-        for number in range(MOST_ELEMENTS):
-            last = [(size - 1) * (MOST_ELEMENTS - number) // MOST_ELEMENTS for size in self.shape]
-            first = [0 if axis in axes else index for axis, index in enumerate(last)]
-            if first == last:
-                break
-            tokens = [self.tokens(self._number(index)) for index in (first, last)]
-            if all(tokens) and tokens[0] != tokens[1]:
-                return True
-            told += all(tokens)
+        if self.shape.numel() == 0 or all(self.shape[axis] == 1 for axis in axes):
+            return False
+        generator, told = torch.Generator().manual_seed(0), 0
+        sizes = [(TRIED, TRIED if axis in axes else 1) for axis in range(len(self.shape))]
+        drawn = [
+            torch.randint(n, size, generator=generator, device="cpu").expand(TRIED, TRIED)
+            for n, size in zip(self.shape, sizes, strict=True)
+        ]
+        with torch._C.DisableTorchFunction():
+            nonzero = (self.value[tuple(index.to(self.value.device) for index in drawn)] != 0).cpu()
+            strides = torch.empty(self.shape, device="meta").stride()
+            numbers = sum(index * stride for index, stride in zip(drawn, strides, strict=True))
+        for row in range(TRIED):
+            elements = torch.as_tensor(numbers, device="cpu")[row][nonzero[row]].unique().tolist()
+            tokens = [self.tokens(element) for element in elements[:: max(len(elements) - 1, 1)]]
+            if len(tokens) == 2 and all(tokens):
+                if tokens[0] != tokens[1]:
+                    return True
+                told += 1
             if told == ELEMENTS:
                 break
         return False
-
-    def _number(self, index: Sequence[int]) -> int:
-        number = 0
-        for size, entry in zip(self.shape, index, strict=True):
-            number = number * size + entry
-        return number
 
 
 class Told:
