@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.frozen.test_rules import LOGIT, by_hand, check, sloped, with_mixer
+from tests.frozen.gates import sloped
+from tests.frozen.test_rules import LOGIT, by_hand, check, with_mixer
 from tests.tracing.models import WIDTH, TokenWise
 from unilinattn.errors import UncoveredError
 from unilinattn.frozen.run import frozen

@@ -1,6 +1,9 @@
 """Layers of which later modules need more than their operator's output run by the rules of functions."""
 
+from collections.abc import Callable
+
 import pytest
+import torch
 from torch import Tensor, nn
 from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
@@ -11,6 +14,8 @@ from unilinattn.frozen import passes
 from unilinattn.frozen.run import frozen
 from unilinattn.testing import promoted
 from unilinattn.testing.hosts import randomize
+
+Freeze = Callable[[Tensor], Tensor]
 
 GEMMA = Gemma4TextConfig(
     hidden_size=8,
@@ -98,3 +103,81 @@ def test_vectors_that_a_recorded_layer_returns_beside_its_output_are_explained()
     model(token_ids())[:, 3].sum().backward()
     assert vectors.grad is not None
     assert float((shares.tokens - (vectors.detach() * vectors.grad).sum(-1)).abs().max()) < 1e-12
+
+
+def linear_attention(query: Tensor, key: Tensor, value: Tensor, freeze: Freeze) -> Tensor:
+    """Return sums with rectified scores, where no softmax tells which operand is the value."""
+    query, key = freeze(query.relu()), freeze(key.relu())
+    scores = query @ key.mT
+    return scores @ value / freeze(scores.sum(-1, keepdim=True) + 1)
+
+
+class ValueResidual(nn.Module):
+    """Linear attention over values to which those of the first layer are added, which it returns too.
+
+    A constant beside the values is gated, which is no part of a token in an operator.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.gate = (nn.Linear(8, 8) for _ in range(4))
+        self.constant = nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: Tensor, first: Tensor | None, *, freeze: Freeze) -> tuple[Tensor, Tensor]:
+        value = self.value(x)
+        mixed = value if first is None else value + 0.4 * first
+        gated = freeze(self.gate(x).sigmoid()) * self.constant
+        return linear_attention(self.query(x), self.key(x), mixed, freeze) + gated, value
+
+
+class Inner(nn.Module):
+    """Linear attention as a module, which has hooks in some runs."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, freeze: Freeze) -> Tensor:
+        return linear_attention(query, key, value, freeze)
+
+
+class Joint(nn.Module):
+    """Linear attention over the tokens of two streams, which returns both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(8, 8) for _ in range(3))
+        self.attention = Inner()
+
+    def forward(self, x: Tensor, other: Tensor, *, freeze: Freeze) -> tuple[Tensor, Tensor]:
+        both = torch.cat([x, other], 1)
+        mixed = self.attention(self.query(both), self.key(both), self.value(both), freeze=freeze)
+        return mixed[:, : x.shape[1]], mixed[:, x.shape[1] :]
+
+
+class Layered(nn.Module):
+    """Adds layers to a stream; what each returns in addition reaches the next one."""
+
+    def __init__(self, layer: type[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layer() for _ in range(3))
+        self.head = nn.Linear(8, 5)
+        self.joins = layer is Joint
+
+    def forward(self, inputs_embeds: Tensor, other: Tensor | None = None, freeze: Freeze = Tensor.clone) -> Tensor:
+        x, first = inputs_embeds, other
+        for layer in self.layers:
+            mixed, returned = layer(x, first, freeze=freeze)
+            x = x + mixed
+            first = first + returned if self.joins else first if first is not None else returned
+        return self.head(x)
+
+
+@pytest.mark.parametrize("layer", [ValueResidual, Joint])
+def test_what_a_recorded_layer_returns_in_addition_has_the_values_of_its_operator(layer: type[nn.Module]) -> None:
+    model = randomize(Layered(layer).double().eval())
+    draws = torch.Generator().manual_seed(0)
+    streams = [torch.randn(2, n, 8, generator=draws, dtype=torch.float64) for n in ((7, 4) if layer is Joint else (7,))]
+    inputs = dict(zip(("inputs_embeds", "other"), streams, strict=False))
+    run = frozen(ula.trace(model, inputs, progress=False))
+    shares = run.complete_shares(-1, lambda output: output[:, -1, 3])
+    leaves = [stream.clone().requires_grad_() for stream in streams]
+    gradients = torch.autograd.grad(model(*leaves, freeze=Tensor.detach)[:, -1, 3].sum(), leaves)
+    expected = torch.cat([(x * g).sum(2).detach() for x, g in zip(leaves, gradients, strict=True)], 1)
+    assert float((shares.tokens - expected).abs().max() / expected.abs().max()) < 1e-12

@@ -6,7 +6,7 @@ Shares and biases add up whichever factor is frozen, so completeness cannot tell
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.modeling_outputs import CausalLMOutput
 
+from tests.frozen.gates import CASES, INNER
 from tests.tracing.models import VOCABULARY, WIDTH, Block, Model, TokenWise, added, ids
 from unilinattn.errors import UncoveredError
 from unilinattn.frozen.passes import FREEZE, HALF
@@ -25,9 +26,7 @@ from unilinattn.tracing.trace import Trace, trace
 Rule = Literal["freeze", "half"]
 
 EXACT = tolerance("law", torch.float64)
-INNER = 5
 LOGIT = 3
-HALF_MASK = torch.arange(INNER) % 2 == 0
 RULES: tuple[Rule, ...] = ("freeze", "half")
 
 
@@ -42,163 +41,6 @@ class Gated(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(self.mix(self.gate(x), self.up(x), self.other(x)))
-
-
-def share(one: Tensor, other: Tensor) -> Tensor:
-    """Return a product of which each factor gets half of the relevance."""
-    return (one * other.detach() + one.detach() * other) / 2
-
-
-def sloped(function: Callable[[Tensor], Tensor], x: Tensor, at_zero: float = 0.0) -> Tensor:
-    """Return a function of one value with its slope to zero detached."""
-    return x * ((function(x) - at_zero) / x).detach() + at_zero
-
-
-def silu(x: Tensor) -> Tensor:
-    return x * torch.sigmoid(x).detach()
-
-
-def sigmoid(x: Tensor) -> Tensor:
-    return sloped(torch.sigmoid, x, 0.5)
-
-
-def tanh(x: Tensor) -> Tensor:
-    return sloped(torch.tanh, x)
-
-
-def relu(x: Tensor) -> Tensor:
-    return x * (x > 0)
-
-
-def written(x: Tensor) -> Tensor:
-    out = torch.zeros_like(x)
-    out[..., 1:] = x[..., 1:]
-    return out
-
-
-def filled(x: Tensor) -> Tensor:
-    return torch.empty_like(x).copy_(x).mul_(1.5)
-
-
-class Case(NamedTuple):
-    """A product of a gate, a value and another value, and its forms detached by hand."""
-
-    live: Callable[[Tensor, Tensor, Tensor], Tensor]
-    freeze: Callable[[Tensor, Tensor, Tensor], Tensor]
-    half: Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-def gate_of(function: Callable[[Tensor], Tensor], form: Callable[[Tensor], Tensor]) -> Case:
-    """Return the case of an activated gate times a value: the gate is frozen, or shares the relevance."""
-    return Case(
-        lambda g, u, o: function(g) * u,
-        lambda g, u, o: form(g).detach() * u,
-        lambda g, u, o: share(form(g), u),
-    )
-
-
-def frozen_gate_of(function: Callable[[Tensor], Tensor]) -> Case:
-    """Return the case of a gate that is frozen by both rules, because it is not zero at zero."""
-
-    def constant_gate(g: Tensor, u: Tensor, o: Tensor) -> Tensor:
-        return function(g).detach() * u
-
-    return Case(lambda g, u, o: function(g) * u, constant_gate, constant_gate)
-
-
-def shared_by(live: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Case:
-    """Return the case of two activated factors, which share the relevance by both rules."""
-
-    def halves(g: Tensor, u: Tensor, o: Tensor) -> Tensor:
-        return share(silu(g), tanh(u))
-
-    return Case(live, halves, halves)
-
-
-CASES = {
-    "silu": gate_of(functional.silu, silu),
-    "relu": gate_of(functional.relu, relu),
-    "absolute value": gate_of(torch.abs, lambda g: g * g.sign().detach()),
-    "square": gate_of(lambda g: torch.square(functional.relu(g)), lambda g: relu(g) * relu(g).detach()),
-    "power": gate_of(lambda g: functional.silu(g) ** 3, lambda g: silu(g) * silu(g).detach() ** 2),
-    "product with itself": gate_of(lambda g: (s := functional.silu(g)) * s, lambda g: silu(g) * silu(g).detach()),
-    "constant factor": gate_of(lambda g: 2.5 * functional.silu(g), lambda g: 2.5 * silu(g)),
-    "frozen factor": gate_of(lambda g: functional.silu(g) * g.softmax(-1), lambda g: silu(g) * g.softmax(-1).detach()),
-    "gate of tokens": gate_of(
-        lambda g: functional.silu(g) * g.sum(-1, keepdim=True),
-        lambda g: silu(g) * g.sum(-1, keepdim=True).detach(),
-    ),
-    "divisor": gate_of(
-        lambda g: functional.silu(g) / g.norm(dim=-1, keepdim=True),
-        lambda g: silu(g) / g.norm(dim=-1, keepdim=True).detach(),
-    ),
-    "limit": gate_of(
-        lambda g: functional.silu(g).clamp(-0.1, 0.3), lambda g: sloped(lambda s: s.clamp(-0.1, 0.3), silu(g))
-    ),
-    "mask": gate_of(
-        lambda g: functional.silu(g).masked_fill(HALF_MASK, 0.0), lambda g: silu(g).masked_fill(HALF_MASK, 0.0)
-    ),
-    "padding": gate_of(
-        lambda g: functional.pad(functional.silu(g)[..., 1:], (1, 0)),
-        lambda g: functional.pad(silu(g)[..., 1:], (1, 0)),
-    ),
-    "written entries": gate_of(lambda g: written(functional.silu(g)), lambda g: written(silu(g))),
-    "written in place": gate_of(lambda g: filled(functional.silu(g)), lambda g: 1.5 * silu(g)),
-    "overwritten": gate_of(lambda g: torch.sigmoid(g).zero_().add_(functional.silu(g)), silu),
-    "filled by name": gate_of(lambda g: torch.sigmoid(g).fill_(value=2.0).sub_(2.0).add_(functional.silu(g)), silu),
-    "joined": gate_of(
-        lambda g: torch.cat([functional.silu(g[..., :2]), g[..., 2:]], -1),
-        lambda g: torch.cat([silu(g[..., :2]), g[..., 2:]], -1),
-    ),
-    "sum of activations": gate_of(
-        lambda g: functional.silu(g) + functional.relu(g).flip(-1), lambda g: silu(g) + relu(g).flip(-1)
-    ),
-    "sigmoid": frozen_gate_of(torch.sigmoid),
-    "sigmoid with a factor": frozen_gate_of(lambda g: 2 * torch.sigmoid(g) / 3),
-    "activation plus a constant": frozen_gate_of(lambda g: 1 + torch.tanh(g)),
-    "constant less an activation": frozen_gate_of(lambda g: 1 - torch.relu(g)),
-    "square of a sigmoid": frozen_gate_of(lambda g: torch.sigmoid(g).square()),
-    "glu": Case(
-        lambda g, u, o: functional.glu(torch.cat([u, g], -1)),
-        lambda g, u, o: u * torch.sigmoid(g).detach(),
-        lambda g, u, o: u * torch.sigmoid(g).detach(),
-    ),
-    "three factors": Case(
-        lambda g, u, o: functional.silu(g) * u * o,
-        lambda g, u, o: (functional.silu(g) * u).detach() * o,
-        lambda g, u, o: share(share(silu(g), u), o),
-    ),
-    "gate of tokens on the other side": Case(
-        lambda g, u, o: o.mean(-1, keepdim=True) * functional.silu(g) * u,
-        lambda g, u, o: (o.mean(-1, keepdim=True) * functional.silu(g)).detach() * u,
-        lambda g, u, o: share(o.mean(-1, keepdim=True).detach() * silu(g), u),
-    ),
-    # A gated value is zero at zero, so it shares relevance like an activation.
-    "sigmoid gate of a factor": Case(
-        lambda g, u, o: torch.sigmoid(g) * u * o,
-        lambda g, u, o: (torch.sigmoid(g) * u).detach() * o,
-        lambda g, u, o: share(torch.sigmoid(g).detach() * u, o),
-    ),
-    "glu as a factor": Case(
-        lambda g, u, o: functional.glu(torch.cat([u, g], -1)) * o,
-        lambda g, u, o: (torch.sigmoid(g) * u).detach() * o,
-        lambda g, u, o: share(torch.sigmoid(g).detach() * u, o),
-    ),
-    # The same function gets the same shares, however it is written.
-    "silu and tanh": shared_by(lambda g, u, o: functional.silu(g) * torch.tanh(u)),
-    "silu written out and tanh": shared_by(lambda g, u, o: g * torch.sigmoid(g) * torch.tanh(u)),
-    "silu as a glu and tanh": shared_by(lambda g, u, o: functional.glu(torch.cat([g, g], -1)) * torch.tanh(u)),
-    "sigmoid and silu": Case(
-        lambda g, u, o: 2 * torch.sigmoid(2 * g) * functional.silu(u),
-        lambda g, u, o: (1 + torch.tanh(g)).detach() * silu(u),
-        lambda g, u, o: (1 + torch.tanh(g)).detach() * silu(u),
-    ),
-    "sigmoid written out and silu": Case(
-        lambda g, u, o: (1 + torch.tanh(g)) * functional.silu(u),
-        lambda g, u, o: (1 + torch.tanh(g)).detach() * silu(u),
-        lambda g, u, o: (1 + torch.tanh(g)).detach() * silu(u),
-    ),
-}
 
 
 class Causal(Model):

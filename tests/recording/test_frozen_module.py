@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -68,6 +69,40 @@ def test_a_sigmoid_that_reads_more_tokens_is_a_gate(is_whole: bool, monkeypatch:
     with torch.no_grad():
         k, v = module.qkv(x).chunk(3, 2)[1], module.qkv(other).chunk(3, 2)[2]
         expected = module.out(v * k.cumsum(1).sigmoid() + v.cumsum(1))
+    assert relative_error(op.apply(other), expected) < LIMIT
+
+
+RECTIFIERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "limit": lambda x: x.clamp(min=0),
+    "limit in place": lambda x: x.clone().clamp_min_(0.0),
+    "maximum": lambda x: torch.maximum(x, x.new_zeros(())),
+    "maximum of several": lambda x: torch.max(torch.zeros_like(x), x),
+}
+
+
+class Rectified(Projected):
+    """Multiplies the values of each token by a rectified gate before they are summed."""
+
+    def __init__(self, rectify: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.rectify = rectify
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (v * self.rectify(k)).cumsum(1)
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+@pytest.mark.parametrize("name", RECTIFIERS)
+def test_a_rectified_gate_is_one_however_it_is_written(
+    name: str, is_whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_whole:
+        as_one_stage(monkeypatch)
+    module, x, other = Rectified(RECTIFIERS[name]), draw(*TOKENS), draw(*TOKENS, seed=1)
+    op = operator(module, x)
+    with torch.no_grad():
+        k, v = module.qkv(x).chunk(3, 2)[1], module.qkv(other).chunk(3, 2)[2]
+        expected = module.out((v * k.relu()).cumsum(1))
     assert relative_error(op.apply(other), expected) < LIMIT
 
 

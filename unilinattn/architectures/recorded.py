@@ -1,19 +1,18 @@
 """Modules without an adapter: their operator is read from the functions of torch that they call."""
 
 import inspect
-from collections.abc import Collection, Mapping
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, reduce
 from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from unilinattn.call import CACHES, Call
-from unilinattn.call.axes import in_shape, token_axis
+from unilinattn.call.axes import in_shape
 from unilinattn.call.copies import copied
 from unilinattn.call.exactness import layer_tolerance, relative_error
 from unilinattn.call.functions import plain_functions
@@ -23,11 +22,22 @@ from unilinattn.mixers import Gather
 from unilinattn.operator.flow import Flow
 from unilinattn.operator.scopes import has_core, scoped
 from unilinattn.operator.stages import Chain, Matrix, channel_groups, walk
-from unilinattn.recording.chains import chains_of, stored
+from unilinattn.recording.chains import chains_of, choices_of, stored
+from unilinattn.recording.compilation import is_carried
 from unilinattn.recording.frozen_module import frozen_module
 from unilinattn.recording.graph import Recording
 from unilinattn.recording.keys import Keys, called, keys_of
-from unilinattn.recording.ports import Ports
+from unilinattn.recording.nodes import Position
+from unilinattn.recording.ports import (
+    Ports,
+    distinct,
+    has_tokens,
+    heads_of,
+    is_stream,
+    is_vector,
+    named_call,
+    require_told_heads,
+)
 from unilinattn.registry import register_architecture, visible_functions
 
 MANY = 64
@@ -123,33 +133,83 @@ def recorded_stages(call: Call) -> Flow:
     vector of each sequence, such as that of a time, is a factor. It is one token where it cannot be, as where the
     module adds it to values.
     """
-    heads = _heads(call)
-    try:
-        return _stages(call, (), heads)
-    except UncoveredError:
-        vectors = [name for name, value in unlisted(call.arguments).items() if _is_vector(value, call)]
-        for single in (*([()] if heads else []), *([vectors] if vectors else [])):
-            with suppress(UncoveredError):
-                return _stages(call, single, {})
-        _require_told_heads(call)
-        raise
+    heads, refusals = heads_of(call), list[UncoveredError]()
+    for single, read in _readings(call, heads):
+        try:
+            return _stages(_recorded(call, single, read))
+        except UncoveredError as error:
+            refusals.append(error)
+    require_told_heads(call)
+    raise refusals[0]
 
 
-def _stages(call: Call, single: Collection[str], heads: Mapping[str, int]) -> Flow:
-    """Return the stages of a module.
+def _readings(call: Call, heads: Mapping[str, int]) -> Iterator[tuple[Collection[str], Mapping[str, int]]]:
+    """Yield the arguments that are one vector of each sequence, and those with heads, in the order of the trials."""
+    yield (), heads
+    if heads:
+        yield (), {}
+    if vectors := [name for name, value in unlisted(call.arguments).items() if is_vector(value, call)]:
+        yield vectors, {}
+
+
+def chosen_values(call: Call) -> Mapping[Position, list[int]]:
+    """Return which operands of a module's products are values, behind all tensors that it returns, by their calls."""
+    chosen: dict[Position, list[int]] = {}
+    for single, heads in _readings(call, heads_of(call)):
+        recorded = _recorded(call, single, heads)
+        is_read = True
+        for tensor in (recorded.output, *tensors(recorded.returned)):
+            node = recorded.recording.node(tensor)
+            if node is None or not is_carried(node):
+                continue
+            # A function may have arguments of a kind that its rule does not expect.
+            try:
+                with torch._C.DisableTorchFunction():
+                    choices = choices_of(node, call.input, call.axes, transposed=recorded.ports.transposed)
+                chosen = {**choices, **chosen}
+            except Exception:
+                is_read = is_read and tensor is not recorded.output
+        if is_read:
+            break
+    return chosen
+
+
+class _Recorded(NamedTuple):
+    """A module's run with its functions recorded.
+
+    Attributes:
+        ports: its arguments that carry tokens.
+        recording: its functions.
+        module, arguments: the module and its arguments in the operator's dtype.
+        factors, masks: the arguments that may depend on tokens and are no ports, and those that do not.
+        returned, output: what it returned, and its output.
+    """
+
+    ports: Ports
+    recording: Recording
+    module: nn.Module
+    arguments: dict[str, Any]
+    factors: dict[str, Any]
+    masks: dict[str, Any]
+    returned: Any
+    output: Tensor
+
+
+def _recorded(call: Call, single: Collection[str], heads: Mapping[str, int]) -> _Recorded:
+    """Run a module once more and record its functions.
 
     The arguments `single` have one vector of each sequence, and `heads` have tokens along an axis beside their heads.
     """
     module, arguments = _promoted(call)
     is_live = call.input.requires_grad
     by_name = unlisted(arguments)
-    entered = next((v for v in by_name.values() if _has_tokens(v) and v.numel() == call.input.numel()), None)
+    entered = next((v for v in by_name.values() if has_tokens(v) and v.numel() == call.input.numel()), None)
     axes = 3 if entered is None else entered.ndim
     masks = {name: value for name, value in by_name.items() if name in call.masks}
-    streams = {n: v for n, v in by_name.items() if n not in masks and (_is_stream(v, axes) or n in single)}
+    streams = {n: v for n, v in by_name.items() if n not in masks and (is_stream(v, axes) or n in single)}
     fitting = [name for name, value in streams.items() if value.numel() == call.input.numel()]
     if not fitting:
-        raise UncoveredError(f"{_named(call)}: none of its arguments is (batch, token, channel).")
+        raise UncoveredError(f"{named_call(call)}: none of its arguments is (batch, token, channel).")
     # Of several tensors of one size, the layer's input has its values.
     shape = streams[fitting[0]].shape
     # (token, batch, channel)
@@ -163,7 +223,7 @@ def _stages(call: Call, single: Collection[str], heads: Mapping[str, int]) -> Fl
     inputs = {"x": streams.pop(first)}
     # A cache is left out.
     streams |= {name: value for name, value in unlisted(arguments).items() if name in heads}
-    inputs = _distinct(inputs | {OTHER if name == "x" else name: value for name, value in streams.items()})
+    inputs = distinct(inputs | {OTHER if name == "x" else name: value for name, value in streams.items()})
     factors = {n: v for n, v in unlisted(arguments).items() if n != first and n not in streams and n not in masks}
     heads = {OTHER if name == "x" else name: axis for name, axis in heads.items()}
     ports = Ports(call, inputs, heads, transposed)
@@ -172,46 +232,53 @@ def _stages(call: Call, single: Collection[str], heads: Mapping[str, int]) -> Fl
         with torch.set_grad_enabled(is_live), plain_functions(module), visible_functions(module), recording:
             # Hooks of the module itself change what it returns, and the layer is its forward.
             positional, named = _positional(module, arguments)
-            returned = called(module, positional, named)
+            returned = called(module.forward, positional, named)
     # A host, and its kernels, may raise any error.
     except Exception as error:
         raise UncoveredError(
-            f"{_named(call)} ran inside the model, and raises {type(error).__name__} when it runs again: {error}. "
+            f"{named_call(call)} ran inside the model, and raises {type(error).__name__} when it runs again: {error}. "
             "If the model changes itself in its first call, as BigBird does for a short text, call it once before the "
             "trace; else register an adapter for this class."
         ) from error
     if recording.differentiates:
         raise UncoveredError(
-            f"{_named(call)}: it computes gradients while it runs, such as those of a memory that learns from its "
+            f"{named_call(call)}: it computes gradients while it runs, such as those of a memory that learns from its "
             "tokens, and what these move from token to token is not recorded, so it has no operator."
         )
     output = _main(returned)
-    node = recording.node(output)
-    if output is None or node is None:
-        raise UncoveredError(f"{_named(call)}: its output does not depend on its inputs by functions of torch.")
+    if output is None or recording.node(output) is None:
+        raise UncoveredError(f"{named_call(call)}: its output does not depend on its inputs by functions of torch.")
+    return _Recorded(ports, recording, module, arguments, factors, masks, returned, output)
+
+
+def _stages(recorded: _Recorded) -> Flow:
+    """Return the stages of a module."""
+    ports, module, call = recorded.ports, recorded.module, recorded.ports.call
+    node, is_live = recorded.recording.node(recorded.output), call.input.requires_grad
+    assert node is not None
     chains: Mapping[str, Chain] | None = None
     with torch._C.DisableTorchFunction():
         keys = keys_of(node)
     try:
         with torch._C.DisableTorchFunction():
-            chains = chains_of(node, call.input, call.axes, keys, transposed=transposed)
+            chains = chains_of(node, call.input, call.axes, keys, transposed=ports.transposed)
             chains = {port: stored(chain, _weights(call, module), call.input) for port, chain in chains.items()}
         reason = _without_map(chains, call.input)
     # A function may have arguments of a kind that its rule does not expect.
     except Exception as error:
         reason = str(error) if isinstance(error, UncoveredError) else f"its functions are no stages ({error})"
     if reason is not None and not is_live:
-        chains = _whole(ports, module, arguments, factors, masks, reason, keys) or chains
+        chains = _whole(recorded, reason, keys) or chains
     if chains is None:
         batch, length = call.input.shape[:2]
         square = (
             f" Its input has {batch} sequences of {length} tokens: if tokens come before sequences in it, trace "
             "another number of sequences, which tells them apart."
         )
-        raise UncoveredError(f"{_named(call)}: {reason}.{square if batch == length > 1 else ''}")
+        raise UncoveredError(f"{named_call(call)}: {reason}.{square if batch == length > 1 else ''}")
     flow = _flow(ports, chains)
     flow.is_recorded = True
-    _require_output(call, module, flow.value.detach(), ports.output(output).detach())
+    _require_output(call, module, flow.value.detach(), ports.output(recorded.output).detach())
     return flow
 
 
@@ -220,7 +287,7 @@ def _require_output(call: Call, module: nn.Module, actual: Tensor, expected: Ten
     missed = relative_error(actual.reshape(1, -1), expected.reshape(1, -1))
     if not missed <= layer_tolerance(call.input.dtype):
         raise UncoveredError(
-            f"{_named(call)}: the functions that it calls give its output with an error of {missed:.1e}, so one of "
+            f"{named_call(call)}: the functions that it calls give its output with an error of {missed:.1e}, so one of "
             "them was not seen, such as a compiled kernel. Register an adapter for this class."
         )
     if call.output is not None and call.output.shape == actual.shape:
@@ -232,8 +299,8 @@ def _require_output(call: Call, module: nn.Module, actual: Tensor, expected: Ten
                     f"in {call.input.dtype}, in which operators compute, so the host's numbers are not its formula's"
                 )
             raise UncoveredError(
-                f"{_named(call)}: for the same input it returns an output that differs by {repeated:.1e} when it runs "
-                f"{again}."
+                f"{named_call(call)}: for the same input it returns an output that differs by {repeated:.1e} when it "
+                f"runs {again}."
             )
 
 
@@ -246,16 +313,9 @@ def _without_map(chains: Mapping[str, Chain], x: Tensor) -> str | None:
     return f"its code has {count} steps, as a loop over tokens has, and they mix channels"
 
 
-def _whole(
-    ports: Ports,
-    module: nn.Module,
-    arguments: Mapping[str, Any],
-    factors: Any,
-    masks: Any,
-    reason: str,
-    keys: Keys,
-) -> Mapping[str, Chain] | None:
+def _whole(recorded: _Recorded, reason: str, keys: Keys) -> Mapping[str, Chain] | None:
     """Return the module as one stage from each input, None if its functions have no rules or derivatives."""
+    ports, module = recorded.ports, recorded.module
     names = {id(value): port for port, value in ports.inputs.items()}
 
     def compute(values: Mapping[str, Tensor]) -> Tensor | None:
@@ -263,14 +323,16 @@ def _whole(
             port = names.get(id(tensor))
             return tensor if port is None else ports.argument(port, values[port])
 
-        positional, named = _positional(module, {name: mapped(value, entered) for name, value in arguments.items()})
+        positional, named = _positional(
+            module, {name: mapped(value, entered) for name, value in recorded.arguments.items()}
+        )
         with plain_functions(module):
-            output = _main(called(module, positional, named))
+            output = _main(called(module.forward, positional, named))
         return None if output is None else ports.output(output)
 
     vectors = {port: ports.vectors(port) for port in ports.inputs}
     try:
-        return frozen_module(module, vectors, compute, factors, masks, reason, keys)
+        return frozen_module(module, vectors, compute, recorded.factors, recorded.masks, reason, keys)
     # A host may raise any error, and the one of its functions tells more.
     except Exception:
         return None
@@ -331,52 +393,3 @@ def _positional(module: nn.Module, arguments: Mapping[str, Any]) -> tuple[list[A
     leading = [p.name for p in takewhile(lambda p: p.kind is not p.VAR_POSITIONAL, parameters) if p.name in arguments]
     named = {name: value for name, value in arguments.items() if name not in (*leading, *numbers)}
     return [arguments[name] for name in (*leading, *numbers)], named
-
-
-def _distinct(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the first port of each tensor: queries, keys and values of self-attention are one."""
-    ports: dict[int, str] = {}
-    for port, value in inputs.items():
-        ports.setdefault(id(value), port)
-    return {port: inputs[port] for port in ports.values()}
-
-
-def _has_tokens(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point() and value.ndim >= 2
-
-
-def _is_stream(value: Any, axes: int) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point() and value.ndim == axes
-
-
-def _heads(call: Call) -> dict[str, int]:
-    """Return the axis of tokens of each argument (batch, head, token, channel) or with the tokens first, by its name.
-
-    The layer's input has neither heads nor rows and columns.
-    """
-    if call.axes.inputs != -1 or not any(_is_stream(value, 3) for value in unlisted(call.arguments).values()):
-        return {}
-    arguments = ((n, v) for n, v in unlisted(call.arguments).items() if _is_stream(v, 4) and n not in call.masks)
-    axes = ((name, token_axis(value.shape, *call.input.shape[:2])) for name, value in arguments)
-    return {name: axis for name, axis in axes if axis is not None}
-
-
-def _require_told_heads(call: Call) -> None:
-    """Raise `UncoveredError` for an argument with as many heads as tokens, whose tokens are not told apart."""
-    length = call.input.shape[1]
-    for name, value in unlisted(call.arguments).items():
-        if _is_stream(value, 4) and value.shape[1] == value.shape[2] == length and name not in call.masks:
-            raise UncoveredError(
-                f"{_named(call)}: its argument {name!r} {tuple(value.shape)} has as many heads as tokens, so it is "
-                "unknown which axis is which; trace another number of tokens."
-            )
-
-
-def _is_vector(value: Any, call: Call) -> bool:
-    """Tell whether an argument has one vector of each sequence of a call, whose input has several."""
-    rows = len(call.input)
-    return isinstance(value, Tensor) and value.is_floating_point() and value.ndim == 2 and len(value) == rows
-
-
-def _named(call: Call) -> str:
-    return f"{call.name} ({type(call.module).__module__}.{type(call.module).__qualname__})"

@@ -13,6 +13,7 @@ from torch.autograd.graph import GradientEdge
 from unilinattn.call.exactness import layer_tolerance
 from unilinattn.call.nested import mapped, tensors
 from unilinattn.errors import UncoveredError
+from unilinattn.frozen.chosen import ChosenValues, ChosenValuesWithGamma, choices_in
 from unilinattn.frozen.layers import frozen_output, live_output, with_shared_values, without_operator
 from unilinattn.frozen.modules import plain_output
 from unilinattn.frozen.shares import Stream
@@ -23,10 +24,9 @@ from unilinattn.host.observer import Inputs
 from unilinattn.host.recomputation import captures
 from unilinattn.host.recorder import MAIN, main_tensor
 from unilinattn.host.run import run
-from unilinattn.registry import plain_form_of
+from unilinattn.recording.keys import called
+from unilinattn.registry import UNREGISTERED, plain_form_of
 from unilinattn.rules.forms import memory_of
-from unilinattn.rules.freezing import Freezing
-from unilinattn.rules.gamma import GammaFreezing
 from unilinattn.tracing.layer import Layer
 
 
@@ -85,6 +85,8 @@ class FrozenPass(TokenPass):
         self.shared: frozenset[str] = frozenset()
         self.suspect: str | None = None
         self._without_operator = without_operator(spec.layers)
+        recorded = (layer for layer in self._without_operator if layer.architecture == UNREGISTERED)
+        self._choices = {layer: choices_in(layer) for layer in recorded}
         mixers, observer = replaced_forwards(self.model, self._replaced), self._observed()
         self.output, self.tangents = run(self.model, self._compute, gradients=True, mixers=mixers, observer=observer)
 
@@ -120,11 +122,11 @@ class FrozenPass(TokenPass):
         values = mapped(output, lambda t: forward_ad.unpack_dual(t).primal if t.requires_grad else t.detach())
         return values, tangents
 
-    def _freezing(self, record: Callable[[Tensor], None] | None) -> Freezing:
+    def _freezing(self, record: Callable[[Tensor], None] | None) -> ChosenValues:
         where, mark, rule = self.where, self.marker(), self._rule
         if not rule.gamma:
-            return Freezing(where, mark, half=rule.half, record=record)
-        return GammaFreezing(rule.gamma, self._in_block, where, mark, record=record)
+            return ChosenValues(where, mark, half=rule.half, record=record)
+        return ChosenValuesWithGamma(rule.gamma, self._in_block, where, mark, record=record)
 
     def _in_block(self) -> bool:
         """Tell whether a block runs; the head is outside of all of them, and has the plain rule in MambaLRP too."""
@@ -157,7 +159,7 @@ class FrozenPass(TokenPass):
             def forward(*args: Any, **kwargs: Any) -> Any:
                 layer = queue.pop(0)
                 if layer in self._without_operator:
-                    return self._by_the_rules(layer, partial(host, *args, **kwargs))
+                    return self._by_the_rules(layer, host, args, kwargs)
                 return self._mixer(layer, bound_arguments(module, args, kwargs))
 
             return forward
@@ -178,22 +180,33 @@ class FrozenPass(TokenPass):
         numbered = (call.stream for call in self.stack if call.path.rpartition(".")[2].isdigit())
         return next((stream for stream in numbered if stream is not None), None)
 
-    def _by_the_rules(self, layer: Layer, host: Callable[[], Any]) -> Any:
+    def _by_the_rules(self, layer: Layer, host: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a layer of which later modules need more than its operator's output, by the rules of functions.
 
-        Its weights are frozen, as those of an operator are.
+        Its weights are frozen, as those of an operator are. The output of a recorded layer is its operator's, and what
+        else it returns has the values of products that the operator has.
         """
         self.streams.append(self._block_stream())
-        returned = host()
+        if layer.architecture == UNREGISTERED:
+            with self._mode.choosing(self._choices[layer]):
+                returned = called(host, args, kwargs)
+            main, output = main_tensor(returned), self._output(layer, bound_arguments(layer.module, args, kwargs))
+            return mapped(returned, lambda tensor: output if tensor is main else tensor)
+        returned = host(*args, **kwargs)
         with torch._C.DisableTorchFunction():
-            output = main_tensor(returned)
-            assert output is not None
+            main = main_tensor(returned)
+            assert main is not None
             self.mixed.append([])
-            self.outputs.append(output)
+            self.outputs.append(main)
         return returned
 
     def _layer(self, layer: Layer, arguments: Mapping[str, Any]) -> Any:
         """Return a layer's result in the trace, with its output in the graph."""
+        output = self._output(layer, arguments)
+        with torch._C.DisableTorchFunction():
+            return mapped(layer.structure, lambda tensor: output if tensor is MAIN else tensor)
+
+    def _output(self, layer: Layer, arguments: Mapping[str, Any]) -> Tensor:
         mixed: list[GradientEdge] = []
         if self._rule.half:
             output, mixed = live_output(layer, arguments, self._rule.gamma, edges=self._rule.edges)
@@ -202,7 +215,7 @@ class FrozenPass(TokenPass):
                 output = frozen_output(layer, arguments)
             self.mixed.append(mixed)
             self.outputs.append(output)
-            return mapped(layer.structure, lambda tensor: output if tensor is MAIN else tensor)
+        return output
 
 
 def _tangent(tensor: Tensor) -> Tensor:

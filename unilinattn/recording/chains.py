@@ -15,9 +15,9 @@ from unilinattn.mixers import Gather
 from unilinattn.operator.stages import Branch, Chain, Matrix, Mix, Scale, Stage, walk
 from unilinattn.recording import convolutions, elementwise, joins, linear, mixing, norms, spectral
 from unilinattn.recording.compilation import Compilation
-from unilinattn.recording.keys import Keys
+from unilinattn.recording.keys import Keys, keys_of
 from unilinattn.recording.layout import Carried, whole
-from unilinattn.recording.nodes import Node
+from unilinattn.recording.nodes import Node, Position
 from unilinattn.recording.regrouping import by_row
 from unilinattn.recording.simplification import simplified
 
@@ -40,12 +40,7 @@ def chains_of(node: Node, like: Tensor, axes: Axes, keys: Keys, *, transposed: b
 
     Raises `UncoveredError` with the function that is no stage.
     """
-    with _deep_recursion():
-        run = Compilation(like, axes.inputs, transposed=transposed, keys=keys, decided={})
-        carried = run.value(node)
-        # The first step of a loop has no state yet, and its products are those of the last one.
-        if changed := {at: last for at, (first, last) in run.choices.items() if first != last}:
-            carried = Compilation(like, axes.inputs, transposed=transposed, keys=keys, decided=changed).value(node)
+    carried, _ = _compiled(node, like, axes, keys, transposed=transposed)
     carried = _by_token(carried.moved(carried.index.reshape(node.value.shape).movedim(axes.output, -1)))
     if not transposed and not torch.equal(carried.index.flatten(), whole(carried.shape, carried.index).flatten()):
         raise UncoveredError("values of a sequence are written into another sequence")
@@ -53,6 +48,28 @@ def chains_of(node: Node, like: Tensor, axes: Axes, keys: Keys, *, transposed: b
     mixers = [stage for chain in chains.values() for stage in walk(chain) if isinstance(stage, Mix)]
     has_core = any(stage.role == "core" and not isinstance(stage.mixer, Gather) for stage in mixers)
     return {port: _with_roles(chain, has_core=has_core)[0] for port, chain in chains.items()}
+
+
+def choices_of(node: Node, like: Tensor, axes: Axes, *, transposed: bool = False) -> Mapping[Position, list[int]]:
+    """Return which operands of the products behind an output of a recorded run are values, by the products' calls.
+
+    Raises the errors of `chains_of`, whose arguments these are.
+    """
+    return _compiled(node, like, axes, keys_of(node), transposed=transposed)[1]
+
+
+def _compiled(
+    node: Node, like: Tensor, axes: Axes, keys: Keys, *, transposed: bool
+) -> tuple[Carried, dict[Position, list[int]]]:
+    """Return the stages of a tensor with the values of the products behind it."""
+    with _deep_recursion():
+        run = Compilation(like, axes.inputs, transposed=transposed, keys=keys, decided={})
+        carried = run.value(node)
+        last = {at: numbers for at, (_, numbers) in run.choices.items()}
+        # The first step of a loop has no state yet, and its products are those of the last one.
+        if changed := {at: last[at] for at, (first, _) in run.choices.items() if first != last[at]}:
+            carried = Compilation(like, axes.inputs, transposed=transposed, keys=keys, decided=changed).value(node)
+    return carried, last
 
 
 def stored(chain: Chain, weights: Mapping[int, tuple[Tensor, Tensor]], like: Tensor) -> Chain:

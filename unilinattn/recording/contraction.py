@@ -19,8 +19,7 @@ from unilinattn.errors import UncoveredError
 from unilinattn.mixers import Dense
 from unilinattn.operator.stages import Matrix, Mix, Scale
 from unilinattn.recording.layout import Carried, added
-
-Letters = tuple[int, ...]
+from unilinattn.rules.letters import Letters
 
 TERMS = 128
 """Largest number of tokens whose channels are summed by a matrix for each."""
@@ -45,18 +44,6 @@ class Product:
     out: Letters
 
 
-def equation_letters(equation: str, shapes: Sequence[torch.Size]) -> tuple[list[Letters], Letters]:
-    """Return the letters of the operands and of the result of an einsum."""
-    inputs, arrow, output = equation.replace(" ", "").partition("->")
-    terms = inputs.split(",")
-    if not arrow:
-        # The letters that occur once, in alphabetical order.
-        names = inputs.replace(",", "").replace("...", "")
-        output = "..." * ("..." in inputs) + "".join(sorted(x for x in names if names.count(x) == 1))
-    dots = [len(shape) - len(term.replace("...", "")) for term, shape in zip(terms, shapes, strict=True)]
-    return [_letters(term, dot) for term, dot in zip(terms, dots, strict=True)], _letters(output, max(dots))
-
-
 def joined(
     factors: Sequence[Float[Tensor, "..."]], names: Sequence[Letters], needed: Set[int], like: Tensor
 ) -> tuple[Float[Tensor, "..."], Letters]:
@@ -73,26 +60,6 @@ def joined(
         for value in (factor, [numbers[x] for x in letters])
     ]
     return torch.einsum(*operands, [numbers[x] for x in out]), out
-
-
-def _letters(term: str, dots: int) -> Letters:
-    """Return the letters of a term of an einsum, whose dots stand for some axes."""
-    before, ellipsis, after = term.partition("...")
-    # Axes behind the dots are aligned at their ends.
-    batch = tuple(range(-dots, 0)) if ellipsis else ()
-    letters = (*map(ord, before), *batch, *map(ord, after))
-    if len(set(letters)) < len(letters):
-        raise UncoveredError("einsum with a diagonal")
-    return letters
-
-
-def matmul_letters(first: int, second: int) -> tuple[Letters, Letters, Letters]:
-    """Return the letters of `matmul` of operands with these numbers of axes."""
-    row, inner, column = 1, 2, 3
-    left = (inner,) if first == 1 else (*range(2 - first, 0), row, inner)
-    right = (inner,) if second == 1 else (*range(2 - second, 0), inner, column)
-    batch = range(2 - max(first, second, 2), 0)
-    return left, right, (*batch, *([] if first == 1 else [row]), *([] if second == 1 else [column]))
 
 
 def contracted(value: Carried, weights: Float[Tensor, "*axes"], letters: Product, result: torch.Size) -> Carried:

@@ -22,7 +22,6 @@ from unilinattn.recording.nodes import MASK, Kind, Node, is_zero, kind_of, nodes
 from unilinattn.recording.views import Views, constants_in, elements_of, same_elements, slice_of, with_copy
 from unilinattn.rules.functions import (
     BLANK,
-    COMPOSITE,
     CONSTANT,
     FACTORS,
     LIKE,
@@ -114,9 +113,9 @@ class Recording(TorchFunctionMode):
         if meaning is not None and not isinstance(meaning, MixingFunction):
             with self:
                 return meaning(*args, **kwargs)
-        if name in COMPOSITE:
+        if (call := opened(name, func, args, kwargs)) is not None:
             with self:
-                return opened(func)(*args, **kwargs)
+                return call()
         if is_stopped_by_host(name) and self.node(args[0]) is not None:
             self._same(args[0], result := func(*args, **kwargs))
             return result

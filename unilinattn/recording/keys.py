@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from unilinattn.call.nested import tensors
 from unilinattn.errors import UncoveredError
-from unilinattn.recording.contraction import Letters, equation_letters, matmul_letters
 from unilinattn.recording.nodes import Node, Position, nodes_in
 from unilinattn.rules.functions import HOMOGENEOUS, JOINING, MOVING, SAME, SLOPES
+from unilinattn.rules.letters import Letters, equation_letters, matmul_letters
 
 OUTER = ("mul", "multiply", "matmul", "rmatmul", "mm", "bmm", "addmm", "baddbmm", "addcmul", "einsum")
 """Functions that may be the outer product of two tensors."""
@@ -86,9 +86,9 @@ Queries = tuple[tuple[Position, int], ...]
 """The operands that multiplied a result before it was summed: where, and their numbers."""
 
 
-def called(module: nn.Module, positional: Sequence[Any], named: Mapping[str, Any]) -> Any:
+def called(forward: Callable[..., Any], positional: Sequence[Any], named: Mapping[str, Any]) -> Any:
     """Return what a module's forward, without its hooks, returns; `position` counts calls from here on."""
-    return module.forward(*positional, **named)
+    return forward(*positional, **named)
 
 
 def position() -> Position:
@@ -99,7 +99,8 @@ def position() -> Position:
         if frame.f_code.co_name == "__torch_function__":
             # The frames so far are those of the mode that handles the call.
             calls.clear()
-        else:
+        elif frame.f_globals is not vars(nn.modules.module):
+            # Modules are called in another way where they have hooks.
             calls.append((frame.f_code, frame.f_lasti))
         frame = frame.f_back  # type: ignore[assignment]
     return tuple(calls)

@@ -9,11 +9,12 @@ from torch import Tensor
 from unilinattn.errors import UncoveredError
 from unilinattn.operator.stages import Matrix
 from unilinattn.recording.compilation import Compilation, is_carried, rule
-from unilinattn.recording.contraction import Product, contracted, equation_letters, joined, matmul_letters
+from unilinattn.recording.contraction import Product, contracted, joined
 from unilinattn.recording.layout import Carried, added, with_last
 from unilinattn.recording.nodes import Node
 from unilinattn.recording.spectral import real_inverse
 from unilinattn.recording.values import depends_on_mixed, summed_axes, values
+from unilinattn.rules.letters import equation_letters, matmul_letters
 
 NEW = 100
 """The letter of an axis that a carried tensor lacks."""

@@ -14,10 +14,11 @@ from unilinattn.errors import UncoveredError
 from unilinattn.mixers import Toeplitz
 from unilinattn.operator.stages import Mix
 from unilinattn.recording.compilation import Compilation, is_carried, rule
-from unilinattn.recording.contraction import Product, contracted, equation_letters
+from unilinattn.recording.contraction import Product, contracted
 from unilinattn.recording.joins import padded
 from unilinattn.recording.layout import Carried
 from unilinattn.recording.nodes import Node
+from unilinattn.rules.letters import equation_letters
 
 NEW = 100
 """The letter of the axis of the convolution's results."""

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from unilinattn.call.functions import meaning_of
-from unilinattn.recording.contraction import Letters, equation_letters, matmul_letters
 from unilinattn.recording.keys import Key, Keys
 from unilinattn.recording.nodes import Node, Position
 from unilinattn.rules.functions import GATE
+from unilinattn.rules.letters import Letters, equation_letters, matmul_letters
 from unilinattn.rules.mixing_functions import MixingFunction
 
 PRODUCTS = ("matmul", "rmatmul", "bmm", "baddbmm", "einsum", "scaled_dot_product_attention")

@@ -85,6 +85,21 @@ def linear_in(live: Tensor, func: Callable[..., Tensor], args: Any, kwargs: Any)
     return forward_ad.make_dual(result, moved)
 
 
+def halved(operands: Sequence[Tensor], func: Callable[..., Tensor], args: Any, kwargs: Any) -> Tensor:
+    """Return a product that is linear in each of several carried operands, which share it equally.
+
+    The derivatives y and x of x y sum to twice the product, so each operand gets half of it.
+    """
+    products = []
+    for operand in operands:
+
+        def only(tensor: Tensor, live: Tensor = operand) -> Tensor:
+            return tensor if tensor is live else tensor.detach()
+
+        products.append(linear_in(operand, func, mapped(args, only), mapped(kwargs, only)) / len(operands))
+    return torch.stack(products).sum(0)
+
+
 def layer_norm(
     x: Tensor,
     normalized_shape: Sequence[int],

@@ -22,8 +22,9 @@ from unilinattn.call.nested import mapped, tensors
 from unilinattn.errors import UncoveredError
 from unilinattn.mixers.base import checked_factors
 from unilinattn.rules import functions as kinds
-from unilinattn.rules.forms import FORMS, as_source, carried, linear_in, without_gradients
+from unilinattn.rules.forms import FORMS, as_source, carried, halved, linear_in, without_gradients
 from unilinattn.rules.functions import Product, name_of, opened
+from unilinattn.rules.letters import value_among, wide_letters
 from unilinattn.rules.refusals import added_factor, is_stopped_by_host
 from unilinattn.rules.slopes import frozen_slope
 
@@ -92,9 +93,9 @@ class Freezing(TorchFunctionMode):
                 f"{self._where()} computes outside of torch ({name!r}) on values that depend on the tokens, so their "
                 "shares are unknown. Compute in torch."
             )
-        if name in kinds.COMPOSITE:
+        if (call := opened(name, func, args, kwargs)) is not None:
             with self:
-                return opened(func)(*args, **kwargs)
+                return call()
         if name in kinds.LIKE:
             # Of the other arguments only the shape or the dtype matters.
             args, kwargs = (args[0], *mapped(args[1:], torch.detach)), mapped(kwargs, torch.detach)
@@ -362,16 +363,12 @@ class Freezing(TorchFunctionMode):
         operands = [tensor for tensor in tensors((args, kwargs)) if tensor.requires_grad]
         if len(operands) == 1:
             return linear_in(operands[0], func, args, kwargs)
-        self.shared.add(name)
-        # The derivatives y and x of x y sum to twice the product, so each operand gets half of it.
-        products = []
-        for operand in operands:
-
-            def only(tensor: Tensor, live: Tensor = operand) -> Tensor:
-                return tensor if tensor is live else tensor.detach()
-
-            products.append(linear_in(operand, func, mapped(args, only), mapped(kwargs, only)) / len(operands))
-        return torch.stack(products).sum(0)
+        live = value_among([self.rank(x) for x in operands], wide_letters(func, args), half=self._half)
+        if live is None:
+            self.shared.add(name)
+            return halved(operands, func, args, kwargs)
+        args, kwargs = mapped((args, kwargs), lambda tensor: tensor if tensor is operands[live] else tensor.detach())
+        return linear_in(operands[live], func, args, kwargs)
 
     def _product(self, name: str, func: Callable[..., Tensor], x: Any, other: Any) -> Tensor:
         if not (carried(x) and carried(other)):

@@ -1,9 +1,11 @@
 """Functions of torch by name, sorted by what they do to tensors that carry tokens."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from types import FunctionType
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -158,14 +160,38 @@ def sums_channels(name: str, args: tuple[Any, ...], is_carried: Callable[[Any], 
     return name == "addmm" and is_carried(args[1])
 
 
-def opened(func: Any) -> Any:
-    """Return a composite function of torch that does not hand its call to a mode."""
-    if func.__name__ == "cosine_similarity":
-        return cosine_similarity
+def opened(name: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[], Any] | None:
+    """Return a call as one of the functions that it consists of, None for other functions.
+
+    These are composite functions of torch, which do not hand their calls to a mode, and `clamp(x, min=0)` and
+    `maximum(x, zeros)`, which are `relu`. `name` is the function's (see `name_of`).
+    """
+    if name in COMPOSITE:
+        function = cosine_similarity if name == "cosine_similarity" else _opened(func)
+        return partial(function, *args, **kwargs)
+    x = _rectified(name, args, kwargs)
+    return None if x is None else partial(functional.relu, x, inplace=func.__name__.endswith("_"))
+
+
+def _opened(func: Any) -> Any:
     functions = {**func.__globals__, "has_torch_function": lambda tensors: False}
     opened = FunctionType(func.__code__, functions, func.__name__, func.__defaults__, func.__closure__)
     opened.__kwdefaults__ = func.__kwdefaults__
     return opened
+
+
+def _rectified(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Return the tensor of which a call returns the positive part, None for another call."""
+    if name in ("maximum", "max") and len(args) == 2 and isinstance(args[1], Tensor) and not kwargs:
+        for value, zero in (args, args[::-1]):
+            is_one_shape = torch.broadcast_shapes(value.shape, zero.shape) == value.shape
+            if is_one_shape and zero.dtype == value.dtype and not zero.requires_grad and not bool(zero.any()):
+                return value
+    if name in ("clamp", "clip", "clamp_min") and args and args[0].is_floating_point():
+        limits = {**dict(zip(("min", "max"), args[1:], strict=False)), **kwargs}
+        if isinstance(limits.get("min"), (int, float)) and limits["min"] == 0 and limits.get("max") is None:
+            return args[0]
+    return None
 
 
 def cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:

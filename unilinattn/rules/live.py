@@ -100,9 +100,9 @@ class Live(TorchFunctionMode):
                 if isinstance(meaning, MixingFunction):
                     return meaning.value(func, args, kwargs)
                 return meaning(*args, **kwargs)
-        if name in kinds.COMPOSITE:
+        if (call := opened(name, func, args, kwargs)) is not None:
             with self:
-                return opened(func)(*args, **kwargs)
+                return call()
         if name in kinds.LIKE:
             # Of the other arguments only the shape or the dtype matters.
             args, kwargs = (args[0], *mapped(args[1:], torch.detach)), mapped(kwargs, torch.detach)

@@ -344,10 +344,13 @@ class Layer(Copied):
 
     def flow_in_run(self, x: Float[Tensor, "batch key in"], arguments: Mapping[str, Any] | None = None) -> Flow:
         """Build `flow` inside a run of the model and with its weights, by default on the recorded `arguments`."""
-        read = arguments or self.arguments
-        call = Call(self.module, self.name, read, x, self.output, self.seen, self.axes, self._masks)
         with full_precision():
-            return build_flow(self._architecture, call)
+            return build_flow(self._architecture, self.call(x, arguments))
+
+    def call(self, x: Float[Tensor, "batch key in"], arguments: Mapping[str, Any] | None = None) -> Call:
+        """Return the recorded call, with another input and by default the recorded `arguments`."""
+        read = arguments or self.arguments
+        return Call(self.module, self.name, read, x, self.output, self.seen, self.axes, self._masks)
 
 
 class WithoutVectorsError(UncoveredError):
