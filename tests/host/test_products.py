@@ -13,7 +13,6 @@ from tests.methods.hosts import HOSTS, inputs
 from unilinattn.call.attention_interface import Attended, capture
 from unilinattn.host.products import Products
 from unilinattn.memory import max_memory
-from unilinattn.mixers import dense
 from unilinattn.testing import TOLERANCES
 from unilinattn.tracing import trace as tracing
 
@@ -40,9 +39,7 @@ class Matmuls(TorchDispatchMode):
     ("name", "method", "linear"),
     [("llama", "logit", 6), ("llama", "lrp", 6), ("llama", "attn_lrp", 14), ("gpt2", "logit", 4), ("gpt2", None, 8)],
 )
-def test_a_call_that_explains_a_model_computes_linear_layers_and_attentions_once(
-    name: str, method: str | None, linear: int
-) -> None:
+def test_a_call_that_explains_a_model_computes_linear_layers_once(name: str, method: str | None, linear: int) -> None:
     model, given = HOSTS[name].model(), inputs()
     ula.explain(model, given, method=method, target=-1)  # Remembers what a first trace searches for.
     counts, results = [], []
@@ -54,8 +51,7 @@ def test_a_call_that_explains_a_model_computes_linear_layers_and_attentions_once
                 else ula.explain(ula.trace(model, given), method=method, target=-1)
             )
         counts.append(matmuls.count)
-    # The scores and the result of the attention in each of two layers.
-    assert counts[0] - counts[1] == linear + 2 * 2
+    assert counts[0] - counts[1] == linear
     plain, result = results
     assert float((result.scores - plain.scores).norm()) <= LIMIT * float(plain.scores.norm())
 
@@ -75,42 +71,6 @@ def test_a_traced_call_keeps_no_products(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [each.products for each in traces] == [None, None, None]
 
 
-@pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether each attention whose operator is built had kept its result."""
-    noted, take = list[bool](), Attended.taken
-
-    def note(self: Attended) -> Any:
-        result = take(self)
-        noted.append(result is not None)
-        assert self.result is None
-        return result
-
-    monkeypatch.setattr(Attended, "taken", note)
-    return noted
-
-
-@pytest.mark.parametrize("layers", [0, 1, 2])
-def test_results_of_attentions_are_limited_and_change_no_score(
-    layers: int, taken: list[bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, given = HOSTS["llama"].model(), inputs()
-    expected = ula.explain(ula.trace(model, given), method="logit", target=-1).scores
-    result = attended_of(model, given).result
-    assert result is not None and taken == [False, False]
-    monkeypatch.setattr(dense, "RETAINED", layers * sum(x.nbytes for x in result[0]))
-    scores = ula.explain(model, given, method="logit", target=-1).scores
-    assert torch.equal(scores, expected)
-    assert taken[2:] == [True] * layers + [False] * (2 - layers)
-
-
-def test_a_cut_computes_attentions_once(taken: list[bool]) -> None:
-    model, given = HOSTS["llama"].model(), inputs()
-    with ula.cut(model, [(-1, 0)]):
-        model(**given)
-    assert taken[-2:] == [True, True]
-
-
 def attended_of(model: nn.Module, given: dict[str, Tensor]) -> Attended:
     records = list[Attended]()
     with torch.no_grad(), capture(model, lambda module, record: records.append(record)):
@@ -118,21 +78,11 @@ def attended_of(model: nn.Module, given: dict[str, Tensor]) -> Attended:
     return records[0]
 
 
-@pytest.mark.parametrize("part", [0, 1])
-def test_a_result_of_an_attention_is_taken_once_and_not_after_a_write(part: int) -> None:
-    model, given = HOSTS["llama"].model(), inputs()
-    attended = attended_of(model, given)
-    result = attended.result
-    assert result is not None and attended.taken() is result[0] and attended.taken() is None
-    attended = attended_of(model, given)
-    assert attended.result is not None
-    attended.result[0][part].mul_(2)
-    assert attended.taken() is None
-
-
-def test_a_traced_run_keeps_no_results_of_attentions() -> None:
-    traced = ula.trace(HOSTS["llama"].model(), inputs())
-    assert [seen.record.result for layer in traced.layers for seen in layer.seen] == [None, None]
+def test_the_result_of_an_attention_is_not_read_after_a_write() -> None:
+    attended = attended_of(HOSTS["llama"].model(), inputs())
+    assert attended.context is not None
+    attended.context.mul_(2)
+    assert attended.context is None
 
 
 def recorded(layer: nn.Linear, x: Tensor) -> tuple[Products, Tensor]:

@@ -20,6 +20,7 @@ from unilinattn.mixers import (
     NormalizedExponential,
     Reversed,
     ScalarDecay,
+    Softmax,
     Substep,
     Toeplitz,
     ToeplitzLowRank,
@@ -96,6 +97,9 @@ STRUCTURES: Mapping[str, Callable[[Draw], CoreMixer]] = {
         d.normal(2, STATE), d.normal(2, STATE), d.decays(HEADS), key_scale=d.gates(HEADS)
     ),
     "dense": lambda d: Dense((10 * d.decays(HEADS, d.length).transpose(1, 2)).softmax(-1)),
+    "softmax": lambda d: Softmax(
+        *(6 * d.normal(heads, STATE).transpose(1, 2) for heads in (HEADS, HEADS // 2)), scale=1.0, causal=True
+    ),
     "Toeplitz": lambda d: Toeplitz(d.kernel(), batch=1, length=d.length),
     "Toeplitz, short": lambda d: Toeplitz(d.kernel()[:, :30], batch=1, length=d.length),
     "Toeplitz x low rank": lambda d: ToeplitzLowRank(d.kernel(), *_states(d, 2)),

@@ -1,5 +1,6 @@
 """Softmax attention of every host that calls transformers' attention interface."""
 
+from unilinattn.architectures.attention_weights import attention_weights, require_weighted, weighted_values
 from unilinattn.architectures.probe import probe, with_output, with_values
 from unilinattn.architectures.recorded import recorded
 from unilinattn.call import Call
@@ -9,9 +10,7 @@ from unilinattn.call.attention_interface import (
     require_same_tokens,
     value_source,
 )
-from unilinattn.call.attention_weights import attention_weights, require_weighted, weighted_values
 from unilinattn.errors import UncoveredError
-from unilinattn.mixers import Dense
 from unilinattn.operator.flow import Flow
 from unilinattn.operator.stages import Unmapped
 from unilinattn.registry import register_architecture
@@ -47,7 +46,7 @@ def _written(call: Call) -> Flow:
     value, output = probe(call, captured, source)
     flow = with_values(Flow(source, port=port), call, captured, value, attended.repeats)
     is_mapped = not isinstance(flow.chain[-1], Unmapped)
-    flow.core(Dense(attended.weights, again=attended.again))
+    flow.core(attended.mixer)
     mixed = None
     if is_mapped and captured.record.value.dtype == call.input.dtype:
         require_weighted(call, attended, flow.value)

@@ -2,12 +2,11 @@
 
 import torch
 
+from unilinattn.architectures.attention_weights import attention_weights, weighted_values
 from unilinattn.architectures.probe import probe, values_missed, with_output
 from unilinattn.call import Call, Captured, package_version
 from unilinattn.call.attention_interface import only_attention, require_same_tokens
-from unilinattn.call.attention_weights import attention_weights, weighted_values
 from unilinattn.call.exactness import tolerance
-from unilinattn.mixers import Dense
 from unilinattn.operator.flow import Flow
 from unilinattn.registry import register_architecture
 
@@ -50,7 +49,7 @@ def latent_attention(call: Call) -> Flow:
     captured = only_attention(call)
     attended = attention_weights(call, captured)
     _, output = probe(call, captured, call.input)
-    flow = _values(call, captured).core(Dense(attended.weights, again=attended.again))
+    flow = _values(call, captured).core(attended.mixer)
     return with_output(flow, call, captured, weighted_values(call, captured, attended), output)
 
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, Self
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -26,6 +26,14 @@ INTERFACE = "unilinattn"
 CROSS_ARGUMENTS = ("key_value_states", "encoder_hidden_states", "cross_attention_states")
 """Arguments by which transformers' attention modules take the states of the stream that they cross-attend to."""
 
+_INPUTS = ("module", "query", "key", "value", "attention_mask")
+"""The inputs of an attention function."""
+
+_FORMULA = frozenset(
+    ("torch", "matmul", "transpose", "repeat_kv", "num_key_value_groups", "size", "nn", "functional", "softmax")
+) | {"float32", "to", "type", "dtype", "dropout", "training", "contiguous", "tanh", "head_dim"}
+"""The names that the code of an eager attention reads which is no more than softmax(q k^T scale + mask) v."""
+
 _handler: ContextVar[Callable[..., Any] | None] = ContextVar("unilinattn.handler", default=None)
 
 chosen: dict[int, str | None] = {}
@@ -37,7 +45,9 @@ class Attended:
     """One call of the attention function: its arguments, and the eager attention function of the host's file.
 
     Attributes:
-        result: what the function returned, and how often torch had written into these tensors; None if it was released.
+        returned: what the function returned, if its softmax is plain (see `is_plain`), and how often torch had written
+            into it; else None.
+        is_causal: whether the softmax is causal without a mask.
     """
 
     query: Tensor
@@ -46,20 +56,14 @@ class Attended:
     mask: Tensor | None
     options: Mapping[str, Any]
     eager: Callable[..., tuple[Tensor, Tensor | None]]
-    result: tuple[tuple[Tensor, Tensor], list[int]] | None = None
+    returned: tuple[Tensor, int] | None = None
+    is_causal: bool = False
 
-    def returned(self, result: tuple[Tensor, Tensor | None]) -> Self:
-        """Keep what the function returned, if it returned weights and torch counts how often they are written into."""
-        context, weights = result
-        if weights is not None and not (context.is_inference() or weights.is_inference()):
-            detached = context.detach(), weights.detach()
-            self.result = detached, [x._version for x in detached]
-        return self
-
-    def taken(self) -> tuple[Tensor, Tensor] | None:
-        """Return what the function returned and release it, None if it was released or written into."""
-        result, self.result = self.result, None
-        return None if result is None or [x._version for x in result[0]] != result[1] else result[0]
+    @property
+    def context(self) -> Tensor | None:
+        """What a plain softmax returned, None if a host wrote into it."""
+        context, version = self.returned or (None, 0)
+        return context if context is not None and _version(context) == version else None
 
     @property
     def has_keys(self) -> Bool[Tensor, "batch query"]:
@@ -93,14 +97,19 @@ def capture(model: nn.Module, mark: Callable[[nn.Module, Any], None]) -> Iterato
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
     ) -> Any:
         eager, fused = eager_function(module), chosen.get(id(module.config)) == "sdpa"
+        inputs = query.detach(), key.detach(), value.detach()
+        is_causal = fused and mask is None and _is_causal(module, query, options)
+        if is_plain(eager, mask, options):
+            # Fused attention takes less time than the weights, which are computed where they are used.
+            context, weights = (fused_function() if fused else eager)(module, query, key, value, mask, **options)
+            mark(module, Attended(*inputs, mask, options, eager, (context.detach(), _version(context)), is_causal))
+            return context, weights
         if mask is not None and mask.dtype == torch.bool and fused:
             eager = _keeping(eager)
-        elif mask is None and fused and _is_causal(module, query, options):
+        elif is_causal:
             mask = causal(query.shape[2], key.shape[2], query.dtype, query.device)
-        result = eager(module, query, key, value, mask, **options)
-        attended = Attended(query.detach(), key.detach(), value.detach(), mask, options, eager)
-        mark(module, attended.returned(result))
-        return result
+        mark(module, Attended(*inputs, mask, options, eager))
+        return eager(module, query, key, value, mask, **options)
 
     with interface(model, handle):
         yield
@@ -255,6 +264,25 @@ def eager_function(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | No
     return host_function(module, EAGER)
 
 
+def is_plain(eager: Callable[..., Any], mask: Tensor | None, options: Mapping[str, Any]) -> bool:
+    """Tell whether an eager function is the softmax of scores with a soft cap, a position bias and a mask.
+
+    So it is if its code reads nothing by other names than those of this formula; sinks are such names. The weights are
+    compared with what the host's function returned (`require_weighted`).
+    """
+    code = getattr(eager, "__code__", None)
+    if code is None or not set(code.co_names) <= _FORMULA or (mask is not None and mask.ndim != 4):
+        return False
+    named = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    others = {*named[len(_INPUTS) :], "s_aux", "cache"} - {"scaling", "softcap", "position_bias", "dropout"}
+    return not options.get("dropout") and all(options.get(name) is None for name in others)
+
+
+def _version(tensor: Tensor) -> int:
+    """Return how often torch wrote into a tensor; an inference tensor does not count."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
 def cast(call: Call, value: Any) -> Any:
     """Move an argument, or the tensors nested in it, to the operator's dtype and device, without gradients."""
     if isinstance(value, Tensor):
@@ -264,6 +292,14 @@ def cast(call: Call, value: Any) -> Any:
     if type(value) is dict:
         return {name: cast(call, item) for name, item in value.items()}
     return value
+
+
+def fused_function() -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """Return transformers' function of fused attention."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    function: Callable[..., tuple[Tensor, Tensor | None]] = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    return function
 
 
 def _keeping(eager: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[..., tuple[Tensor, Tensor | None]]:

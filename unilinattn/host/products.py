@@ -16,12 +16,10 @@ from torch.nn import functional
 from torch.nn.modules import module as hooks
 from torch.overrides import handle_torch_function, has_torch_function
 
-from unilinattn.call.attention_interface import Attended
 from unilinattn.call.exactness import layer_tolerance
 from unilinattn.host.forwards import Forward
 from unilinattn.host.observer import Inputs
 from unilinattn.memory import allowed
-from unilinattn.mixers import dense
 
 _records: ContextVar[bool] = ContextVar("unilinattn.records", default=False)
 
@@ -48,15 +46,13 @@ class Products:
     """Results of linear layers by module, in order of the calls, each for one use.
 
     They are kept up to `max_memory`. A result is used if its input is the recorded one up to rounding, as its
-    projection on a random direction tells for each token. The results of attentions stay in their records, for the
-    operators that are built from these; they take no more than the weights that all operators keep.
+    projection on a random direction tells for each token.
     """
 
     def __init__(self) -> None:
         """Prepare for a run."""
         self._by_module: dict[nn.Module, deque[_Product]] = {}
         self._left = allowed()
-        self._left_for_weights = dense.RETAINED
 
     @classmethod
     def of_run(cls) -> "Products | None":
@@ -75,17 +71,6 @@ class Products:
         self._left -= size
         product = _Product(result.detach(), result._version, _projected(x))
         self._by_module.setdefault(module, deque()).append(product)
-
-    def release_above_limit(self, attended: Attended) -> None:
-        """Release the result of an attention that exceeds the limits."""
-        if attended.result is None:
-            return
-        size = sum(x.nbytes for x in attended.result[0])
-        if size > min(self._left, self._left_for_weights):
-            attended.result = None
-            return
-        self._left -= size
-        self._left_for_weights -= size
 
     def forward_of(self, module: Any, host: Forward) -> Forward | None:
         """Return a forward of a linear layer that takes its results from here, None for a module without any.

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from unilinattn.call import CACHES, Captured
-from unilinattn.call.attention_interface import Attended
 from unilinattn.call.axes import LAST, axes_of
 from unilinattn.call.nested import mapped
 from unilinattn.errors import ModelStateError
@@ -81,18 +80,9 @@ class Recorder(Observer[CallRecord]):
             if frame is None or self.elsewhere():
                 return
             frame.architecture = frame.architecture or architecture
-            if isinstance(record, Attended):
-                self.limit_result(record)
             frame.outermost.seen.append(Captured(module, frame.arguments, record))
 
         return mark
-
-    def limit_result(self, attended: Attended) -> None:
-        """Release the result of an attention, unless the run records products and has room for it."""
-        if self.products is None:
-            attended.result = None
-        else:
-            self.products.release_above_limit(attended)
 
     def frame(self, path: str, module: nn.Module, inputs: Inputs) -> CallRecord:
         """Return the record of a call, with a copy of a layer's input."""

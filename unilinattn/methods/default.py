@@ -12,9 +12,10 @@ from torch import Tensor
 from unilinattn.errors import OptionError
 from unilinattn.host.inputs import is_encoder_decoder
 from unilinattn.host.probabilities import logit_kind
+from unilinattn.kernels.reduced_map.tiled import ROWS
 from unilinattn.methods.needs import REFUSALS, refusal_of
 from unilinattn.methods.targets import explained_options, similarity_of_pairs
-from unilinattn.mixers import Dense
+from unilinattn.mixers import CoreMixer, Dense, Softmax
 from unilinattn.operator.stages import Mix, walk
 from unilinattn.options import Alti, AttnLrp, Logit, Lrp, Options
 from unilinattn.registry import Method
@@ -93,23 +94,25 @@ def _attends_causally(layers: Sequence[Layer]) -> bool:
     return single and not several
 
 
-def _matrices(layer: Layer) -> Iterator[tuple[Dense, Bool[Tensor, "batch query"] | None]]:
+def _matrices(layer: Layer) -> Iterator[tuple[CoreMixer, Bool[Tensor, "batch query"] | None]]:
     """Yield the square token mixers of a layer that are matrices without more structure, and its real tokens."""
     if layer.opaque or layer.in_pieces:
         return
     # The method checks its layers too.
     layer.build()
     for stage in (stage for chain in layer.operator.chains.values() for stage in walk(chain)):
-        if isinstance(stage, Mix) and isinstance(stage.mixer, Dense) and stage.mixer.shape[2] == stage.mixer.shape[3]:
-            yield stage.mixer, layer.mask
+        mixer = stage.mixer if isinstance(stage, Mix) else None
+        if isinstance(mixer, (Dense, Softmax)) and mixer.shape[2] == mixer.shape[3]:
+            yield mixer, layer.mask
 
 
-def _is_causal(mixer: Dense, mask: Bool[Tensor, "batch query"] | None) -> bool:
+def _is_causal(mixer: CoreMixer, mask: Bool[Tensor, "batch query"] | None) -> bool:
     """Whether real tokens read no later ones; a host may give padding an even average over all tokens."""
-    if mixer.is_lower_triangular or mask is None or mask.shape != mixer.weights.shape[::2]:
+    batch, _, queries, keys = mixer.shape
+    if mixer.is_lower_triangular or mask is None or mask.shape != (batch, queries):
         return mixer.is_lower_triangular
-    rows = mixer.weights * mask[:, None, :, None]
-    return not bool(rows.triu(1).any())
+    blocks = ((rows, block(slice(0, keys))) for rows, block in mixer.blocks(ROWS))
+    return not any(bool((block * mask[:, None, rows, None]).triu(rows.start + 1).any()) for rows, block in blocks)
 
 
 Run = Callable[[Method, Trace, Target | None, Mapping[str, Any]], Attribution]

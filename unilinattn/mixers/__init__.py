@@ -11,6 +11,7 @@ from unilinattn.mixers.mlstm import MLSTM
 from unilinattn.mixers.normalized_exponential import NormalizedExponential
 from unilinattn.mixers.reversed import Reversed
 from unilinattn.mixers.scalar_decay import ScalarDecay
+from unilinattn.mixers.softmax import Softmax
 from unilinattn.mixers.substep import Substep
 from unilinattn.mixers.toeplitz import Toeplitz
 from unilinattn.mixers.toeplitz_low_rank import ToeplitzLowRank
@@ -27,6 +28,7 @@ __all__ = [
     "NormalizedExponential",
     "Reversed",
     "ScalarDecay",
+    "Softmax",
     "Substep",
     "Toeplitz",
     "ToeplitzLowRank",

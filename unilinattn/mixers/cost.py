@@ -9,10 +9,20 @@ from functools import singledispatch
 from unilinattn.kernels.backend import implementation, uses_numba
 from unilinattn.kernels.scan import tiled as scan
 from unilinattn.kernels.scan.tiled import CHUNK, STATES, STEPS
-from unilinattn.mixers import CoreMixer, Dense, DiagonalDecay, Reversed, ScalarDecay, Toeplitz, ToeplitzLowRank
+from unilinattn.mixers import (
+    CoreMixer,
+    Dense,
+    DiagonalDecay,
+    Reversed,
+    ScalarDecay,
+    Softmax,
+    Toeplitz,
+    ToeplitzLowRank,
+)
 from unilinattn.mixers.chunked import KEPT as KEPT_MATRICES
 from unilinattn.mixers.chunked import Chunked
 from unilinattn.mixers.diagonal_decay import VECTORS
+from unilinattn.mixers.softmax import block_rows
 
 
 class MixerCost:
@@ -26,6 +36,10 @@ class MixerCost:
     @property
     def carried_elements(self) -> int:
         """Elements that `blocks` holds from one block to the next."""
+        return 0
+
+    def whole_rows_elements(self, rows: int) -> int:
+        """Elements of rows that `blocks` computes as a whole, whatever columns are asked for."""
         return 0
 
     def tile_elements(self, rows: int, cols: int, heads: int) -> int:
@@ -90,6 +104,53 @@ class DenseCost(MixerCost):
         """The host's attention: scores, weights and their gradients; values, outputs and their gradients."""
         queries, keys = self.queries, self.keys
         return self.batch * self.heads * (3 * queries * keys + 3 * channels * (queries + keys))
+
+
+@cost_of.register(Softmax)
+class SoftmaxCost(MixerCost):
+    """Costs of attention weights that are computed by blocks of queries."""
+
+    def block_rows(self, heads: int) -> int:
+        """Queries of a block."""
+        like = self.mixer.zeros(())
+        return block_rows(like.device.type, self.batch * heads * self.keys * like.element_size())
+
+    def block_elements(self, rows: int, heads: int) -> int:
+        """Scores and weights of a block of at most `rows` queries, and of its mask."""
+        return (2 * self.batch * heads + 1) * self.keys * min(rows, self.block_rows(heads))
+
+    def tile_elements(self, rows: int, cols: int, heads: int) -> int:
+        """A block of all keys, and a copy of its columns if there are several."""
+        copied = self.batch * heads * rows * cols if rows > self.block_rows(heads) else 0
+        return copied + self.block_elements(rows, heads)
+
+    def whole_rows_elements(self, rows: int) -> int:
+        """All keys of the rows; their scores and the rows before, if there are any; a block of several."""
+        block = self.block_elements(rows, self.heads) if rows > self.block_rows(self.heads) else 0
+        return self.batch * self.heads * rows * self.keys * (3 if rows < self.queries else 1) + block
+
+    def weighted_elements(self, rows: int, cols: int, channels: int, lags: int) -> int:
+        """Whole rows, and a factor of a block for each head."""
+        return self.whole_rows_elements(rows) + self.batch * self.heads * rows * (cols + lags)
+
+    def reduced_elements(self, rows: int, channels: int) -> int:
+        """The block of all heads and the sum over heads; with weights its product, and the sum shifted by a lag."""
+        more = 1 if channels == 1 else self.heads + 2
+        return self.tile_elements(rows, self.keys, self.heads) + self.batch * rows * self.keys * more
+
+    def pass_elements(self, channels: int) -> int:
+        """The values, the outputs and a copy, and a block."""
+        vectors = self.batch * self.heads * channels * (2 * self.queries + self.keys)
+        return vectors + self.block_elements(self.queries, self.heads)
+
+    def rows_elements(self, rows: int) -> int:
+        """The scores and weights of the rows, and a copy for their reduction."""
+        return 3 * self.batch * self.heads * rows * self.keys
+
+    def gradient_elements(self, channels: int) -> int:
+        """Half of what eager attention takes, which has scores and weights; values, outputs and their gradients."""
+        queries, keys = self.queries, self.keys
+        return self.batch * self.heads * (queries * keys + 3 * channels * (queries + keys))
 
 
 @cost_of.register(Toeplitz)

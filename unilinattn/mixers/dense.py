@@ -1,22 +1,13 @@
 """Dense: the matrix itself, such as softmax attention weights."""
 
-import threading
-from collections.abc import Callable
 from functools import cached_property
-from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch._guards import detect_fake_mode
 
-from unilinattn.kernels.precision import full_precision
 from unilinattn.kernels.subnormal import flushed, flushed_, flushed_given
 from unilinattn.mixers.base import ALL, CoreMixer, checked_factors
-
-RETAINED = 2**28
-"""Most bytes of weights that all mixers which can compute theirs again keep; the one used last keeps its weights."""
 
 
 class Dense(CoreMixer):
@@ -26,57 +17,22 @@ class Dense(CoreMixer):
 
     Args:
         weights: (batch, head, query, key); subnormal numbers are set to zero, in a copy.
-        again: computes the weights again from less memory, such as queries and keys. The mixer then keeps them only
-            while it is among those used last, see `RETAINED`; a copy by `copy.deepcopy` keeps them always.
     """
 
     structure = "dense"
     causal = False
     data_controlled = True
 
-    def __init__(
-        self, weights: Float[Tensor, "batch head query key"], *, again: Callable[[], Tensor] | None = None
-    ) -> None:
+    def __init__(self, weights: Float[Tensor, "batch head query key"]) -> None:
         """Raise `FactorError` if `weights` has NaN or infinite entries."""
         (weights,) = checked_factors(weights=weights)
-        batch, heads, queries, keys = weights.shape
-        self._shape, self._like = (batch, heads, queries, keys), weights.new_empty(0)
-        self._weights: Tensor | None = flushed_given(weights)
-        self._again = again
-        if again is not None:
-            _latest.use(self, self._weights)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Copy and store the weights, not what computes them."""
-        return {**vars(self), "_weights": self.weights, "_again": None}
-
-    @property
-    def weights(self) -> Float[Tensor, "batch head query key"]:
-        """The matrix, computed again if it was released."""
-        weights = self._weights
-        if self._again is None:
-            assert weights is not None
-            return weights
-        if weights is None and detect_fake_mode() is not None:
-            # A run on fake tensors asks for shapes.
-            return self._like.new_empty(self._shape)
-        if weights is None:
-            # A use may be inside of a mode of torch functions, of autocast, or of a graph.
-            with torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.no_grad(), full_precision():
-                weights = flushed_given(self._again())
-        self._weights = weights
-        _latest.use(self, weights)
-        return weights
-
-    def release(self) -> None:
-        """Drop the weights, if the mixer can compute them again."""
-        if self._again is not None:
-            self._weights = None
+        self.weights: Tensor = flushed_given(weights)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """(batch, heads, queries, keys)."""
-        return self._shape
+        batch, heads, queries, keys = self.weights.shape
+        return batch, heads, queries, keys
 
     @cached_property
     def is_lower_triangular(self) -> bool:
@@ -112,27 +68,4 @@ class Dense(CoreMixer):
 
     def zeros(self, shape: tuple[int, ...]) -> Tensor:
         """Return zeros with the dtype and device of the matrix."""
-        return self._like.new_zeros(shape)
-
-
-class _Latest:
-    """The mixers that keep weights which they could compute again, from the one whose last use is longest ago."""
-
-    def __init__(self) -> None:
-        self._bytes: WeakKeyDictionary[Dense, int] = WeakKeyDictionary()
-        self._lock = threading.Lock()
-
-    def use(self, mixer: Dense, weights: Tensor) -> None:
-        """Note a use, and release the weights of other mixers that exceed `RETAINED`."""
-        with self._lock:
-            self._bytes.pop(mixer, None)
-            self._bytes[mixer] = weights.nbytes
-            total = sum(self._bytes.values())
-            for other in list(self._bytes):
-                if total <= RETAINED or other is mixer:
-                    break
-                total -= self._bytes.pop(other)
-                other.release()
-
-
-_latest = _Latest()
+        return self.weights.new_zeros(shape)

@@ -221,7 +221,7 @@ def tile_elements(
     if form.folded is not None:
         heads = form.folded.shape[2]
         inner = (batch * columns, heads, rows, 1)
-        elements += form.folded.numel() + 2 * pairs * heads
+        elements += form.folded.numel() + 2 * pairs * heads + sum(c.whole_rows_elements(rows) for c, _ in mixers)
         if split is None:
             # Gram matrices are float64, two elements per number.
             elements += 2 * batch * keys * heads * heads

@@ -16,7 +16,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from unilinattn.call import CACHES, is_cache
-from unilinattn.call.attention_interface import Attended
 from unilinattn.call.entries import Entries
 from unilinattn.call.nested import mapped
 from unilinattn.discovery.search import refuse, remembered_mixers
@@ -239,9 +238,6 @@ class _CutRecorder(Recorder):
             if not isinstance(wanted, str) and wanted not in range(len(self._names)):
                 raise OptionError(f"cut: layer {wanted} is out of range; layers 0 to {len(self._names) - 1} ran.")
         return output
-
-    def limit_result(self, attended: Attended) -> None:
-        """Keep the result of an attention: its operator is built when the layer ends, and the record then dropped."""
 
     def inside(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return `own(*args, **kwargs)`, recorded as a call of the model: the hooks come too late for one under way."""

@@ -67,7 +67,9 @@ def frozen_cost(model: nn.Module, layers: Sequence[Layer], logits: int, *, rule:
     weights = _weights(model, [layer.module for layer in layers])
     tokenwise = [shape for shape in weights if max(shape) < VOCABULARY * first.output.shape[2]]
     retained = sum(op.output.numel() for op in operators) + tokens * sum(map(sum, tokenwise))
-    peak = KEPT * retained + max(apply_elements(op.chains, op.inputs) for op in operators) + 4 * logits
+    # By the rules of relevance the host's code runs in place of operators that are read from its run.
+    applied = (layer.operator for layer in layers if rule != "live" or not layer.needs_capture)
+    peak = KEPT * retained + max((apply_elements(op.chains, op.inputs) for op in applied), default=0) + 4 * logits
     if rule == "live":
         peak += sum(
             apply_elements(layer.operator.chains, layer.operator.inputs) for layer in layers if not layer.needs_capture
