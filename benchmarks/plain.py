@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from unilinattn.kernels.scan.naive import decay_map, decay_scan
 from unilinattn.kernels.scan.recurrences import delta_rule
-from unilinattn.mixers import CoreMixer, DeltaRule, Dense, DiagonalDecay, ScalarDecay, Toeplitz
+from unilinattn.mixers import CoreMixer, DeltaRule, Dense, DiagonalDecay, ScalarDecay, Softmax, Toeplitz
 from unilinattn.operator.operator import MixerOperator
 from unilinattn.operator.stages import Branch, Chain, Matrix, Mix, Scale, Stage, run, walk
 
@@ -24,7 +24,7 @@ def core_of(operator: MixerOperator) -> CoreMixer:
 def head_maps(mixer: CoreMixer, *, by_pairs: bool = False) -> Tensor:
     """Fill the maps (head, query, key) of a mixer, by its recurrence or pair by pair."""
     _, heads, length, _ = mixer.shape
-    if isinstance(mixer, Dense):
+    if isinstance(mixer, (Dense, Softmax)):
         return mixer.tile()[0].double()
     if isinstance(mixer, Toeplitz):
         maps = mixer.taps.new_zeros(heads, length, length, dtype=torch.float64)

@@ -23,6 +23,7 @@ from unilinattn.mixers import (
     NormalizedExponential,
     Reversed,
     ScalarDecay,
+    Softmax,
     Substep,
     Toeplitz,
     ToeplitzLowRank,
@@ -55,7 +56,8 @@ STRUCTURES: Mapping[str, Callable[[int], CoreMixer]] = {
     S6: lambda n: DiagonalDecay(_drawn(n, 1, STATE), _drawn(n, 1, STATE), _fading(n, HEADS, STATE)),
     "diagonal decay": lambda n: DiagonalDecay(*_states(n, 2), _fading(n, HEADS, STATE)),
     "scalar decay": lambda n: ScalarDecay(_drawn(n, 1, STATE), _drawn(n, 1, STATE), _fading(n, HEADS)),
-    "dense (softmax)": lambda n: Dense(_drawn(n, HEADS, n).transpose(1, 2).tril()),
+    "softmax": lambda n: Softmax(*(x.transpose(1, 2) for x in _states(n, 2)), scale=1.0, causal=True),
+    "dense": lambda n: Dense(_drawn(n, HEADS, n).transpose(1, 2).tril()),
     "Toeplitz": lambda n: Toeplitz(torch.randn(HEADS, n), batch=1, length=n),
     "Toeplitz x low rank": lambda n: ToeplitzLowRank(torch.randn(HEADS, n), _drawn(n, HEADS, 4), _drawn(n, HEADS, 4)),
     "delta rule": lambda n: DeltaRule(*_states(n, 2), torch.rand(1, n, HEADS), _fading(n, HEADS)),
@@ -73,7 +75,8 @@ STRUCTURES: Mapping[str, Callable[[int], CoreMixer]] = {
 
 FILLS: Mapping[str, int] = {
     "diagonal decay": STATE,
-    "dense (softmax)": 0,
+    "softmax": STATE,
+    "dense": 0,
     "Toeplitz": 0,
     "Toeplitz x low rank": 4 + 1,
     "reversed (diagonal decay)": STATE,

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import unilinattn as ula
+from unilinattn.call import attention_interface
 from unilinattn.discovery import search
 from unilinattn.discovery.completeness import find_leak
 from unilinattn.errors import ExactnessWarning, UncoveredError, UnknownArchitectureError
@@ -341,9 +342,13 @@ def test_an_added_argument_that_changes_the_output_is_a_warning() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_attention_implementation_of_another_result_is_a_warning(dtype: torch.dtype) -> None:
+def test_an_attention_implementation_of_another_result_is_a_warning(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Gemma 2's fused attention has no soft cap in some versions; here a patched one stands for it."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    monkeypatch.setattr(attention_interface, "is_plain", lambda *_, **__: False)
 
     original = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
@@ -368,6 +373,7 @@ def test_rounding_that_layers_add_up_is_no_other_result(is_rounding: bool, monke
     """Many layers in bfloat16 differ by more than one may; here the limit is that of fewer bits."""
     sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=VOCABULARY, **sizes)).eval().bfloat16()
+    monkeypatch.setattr(attention_interface, "is_plain", lambda *_, **__: False)
     monkeypatch.setattr(agreement, "_accepted", lambda output: 1e-5)
     if not is_rounding:
         monkeypatch.setattr(agreement, "_is_rounding", lambda *_: False)

@@ -53,9 +53,9 @@ def recorded_operator(layer: Layer) -> MixerOperator:
     return MixerOperator(flow.chains, inputs=flow.inputs, output=layer.output, mask=layer.mask, name=layer.name)
 
 
-def cores(operator: MixerOperator) -> set[type]:
+def cores(operator: MixerOperator) -> set[str]:
     stages = (stage for chain in operator.chains.values() for stage in walk(chain))
-    return {type(stage.mixer) for stage in stages if isinstance(stage, Mix) and stage.role == "core"}
+    return {stage.mixer.structure for stage in stages if isinstance(stage, Mix) and stage.role == "core"}
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -20,13 +20,13 @@ from unilinattn.registry import register_architecture
     name="attention", kind="softmax attention", capture=capture, needs_capture=True, check=require_same_tokens
 )
 def attention(call: Call) -> Flow:
-    """Softmax attention behind transformers' interface: weights recomputed, projections probed and verified.
+    """Softmax attention behind transformers' interface: weights of captured queries, projections probed and verified.
 
-    HMA ACL Eq. 1. The host's eager function computes the weights from the captured queries, keys and mask (windows,
-    sinks, soft caps and position biases included). The maps from the input to the values and from the result to the
-    output, an output gate included, are read off by feeding basis vectors to a copy of the module, and are then
-    checked on the observed input. Where they are not affine (normed values), `core` works, and anything that needs
-    them raises `UncoveredError`.
+    HMA ACL Eq. 1. `mixers.Softmax` computes the weights from the captured queries, keys and mask (windows, soft caps
+    and position biases included), where they are used, and the host's eager function those that sinks decide. The maps
+    from the input to the values and from the result to the output, an output gate included, are read off by feeding
+    basis vectors to a copy of the module, and are then checked on the observed input. Where they are not affine (normed
+    values), `core` works, and anything that needs them raises `UncoveredError`.
     """
     try:
         return _written(call)

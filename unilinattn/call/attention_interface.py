@@ -99,7 +99,7 @@ def capture(model: nn.Module, mark: Callable[[nn.Module, Any], None]) -> Iterato
         eager, fused = eager_function(module), chosen.get(id(module.config)) == "sdpa"
         inputs = query.detach(), key.detach(), value.detach()
         is_causal = fused and mask is None and _is_causal(module, query, options)
-        if is_plain(eager, mask, options):
+        if is_plain(eager, query, mask, options, fused=fused):
             # Fused attention takes less time than the weights, which are computed where they are used.
             context, weights = (fused_function() if fused else eager)(module, query, key, value, mask, **options)
             mark(module, Attended(*inputs, mask, options, eager, (context.detach(), _version(context)), is_causal))
@@ -264,14 +264,22 @@ def eager_function(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | No
     return host_function(module, EAGER)
 
 
-def is_plain(eager: Callable[..., Any], mask: Tensor | None, options: Mapping[str, Any]) -> bool:
-    """Tell whether an eager function is the softmax of scores with a soft cap, a position bias and a mask.
+def is_plain(
+    eager: Callable[..., Any], query: Tensor, mask: Tensor | None, options: Mapping[str, Any], *, fused: bool
+) -> bool:
+    """Tell whether an attention is the softmax of scores with a soft cap, a position bias and a mask.
 
-    So it is if its code reads nothing by other names than those of this formula; sinks are such names. The weights are
-    compared with what the host's function returned (`require_weighted`).
+    So it is if the code of the eager function reads nothing by other names than those of this formula; sinks are such
+    names. The weights are compared with what the host's function returned (`require_weighted`). Fused attention drops
+    soft caps in some versions; eager attention adds a boolean mask to the scores, and may round float64 to float32.
     """
     code = getattr(eager, "__code__", None)
     if code is None or not set(code.co_names) <= _FORMULA or (mask is not None and mask.ndim != 4):
+        return False
+    adds_boolean = mask is not None and mask.dtype == torch.bool
+    is_rounded = query.dtype == torch.float64 and "float32" in code.co_names
+    is_other = options.get("softcap") is not None if fused else adds_boolean or is_rounded
+    if is_other:
         return False
     named = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     others = {*named[len(_INPUTS) :], "s_aux", "cache"} - {"scaling", "softcap", "position_bias", "dropout"}

@@ -1,6 +1,7 @@
 """Compare a trace's output with that of the model as the user calls it, where the trace changes the call.
 
-A trace runs softmax attention by the eager function of the host's file, and adds arguments that the user left out.
+A trace runs softmax attention that is no plain softmax of scores, such as one with sinks, by the eager function of the
+host's file, and adds arguments that the user left out.
 Cost: one run of the model, for the first trace of a model in its present state and of a kind of input, and two more in
 float32 where the outputs of a model of low precision differ.
 """

@@ -226,9 +226,9 @@ def trace(
     A module without an adapter that mixes tokens is recorded: the functions of torch that it calls become the stages of
     its operator (see `docs/architectures.md`). Code outside of all layers that moves information between tokens is
     found by perturbing tokens: four to nine runs of the model without its layers, once for each model (see
-    `tracing.completeness`). Softmax attention runs by the eager function of the host's file, and the first trace of a
-    model and kind of input compares its output with that of the model as it is called, for one more run (see
-    `tracing.agreement`).
+    `tracing.completeness`). Softmax attention runs by the model's own function, or by the eager one of the host's file
+    where sinks, for instance, decide its weights, and the first trace of a model and kind of input compares its output
+    with that of the model as it is called, for one more run (see `tracing.agreement`).
 
     Above `substitute_above` tokens hosts' scans need tens of GiB. There every causal mixer runs through its operator,
     which is checked on the first 2048 tokens against the host's own forward; `prefix_error` and `reconstruction_error`
