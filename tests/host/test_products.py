@@ -79,7 +79,8 @@ def attended_of(model: nn.Module, given: dict[str, Tensor]) -> Attended:
 
 
 def test_the_result_of_an_attention_is_not_read_after_a_write() -> None:
-    attended = attended_of(HOSTS["llama"].model(), inputs())
+    # In float64 the host rounds its softmax to float32.
+    attended = attended_of(HOSTS["llama"].model().float(), inputs())
     assert attended.context is not None
     attended.context.mul_(2)
     assert attended.context is None

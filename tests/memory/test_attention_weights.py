@@ -3,13 +3,20 @@
 import copy
 import gc
 import pickle
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.gemma2 import modeling_gemma2
+from transformers.models.gpt2 import modeling_gpt2
+from transformers.models.gpt_oss import modeling_gpt_oss
+from transformers.models.llama import modeling_llama
 
 import unilinattn as ula
 from tests.hosts import named
+from unilinattn.call.attention_interface import is_plain
 from unilinattn.errors import ModelStateError
 from unilinattn.mixers import CoreMixer, Dense, Softmax
 from unilinattn.operator.deferred import shapes_only
@@ -116,5 +123,19 @@ def test_weights_that_parameters_of_the_module_decide_are_stored() -> None:
     trace = ula.trace(host.model(), host.inputs(LENGTH))
     stored = [isinstance(mixer, Dense) for mixer in mixers(trace)]
     assert len(stored) > 1 and all(stored)
-    # A softmax without sinks would miss the result of the attention, whose functions are then recorded.
-    assert not any(layer.is_recorded for layer in trace.layers)
+
+
+def test_a_softmax_is_plain_if_its_code_reads_nothing_else() -> None:
+    query, mask = torch.zeros(1, 2, 3, 4), torch.ones(1, 1, 3, 3, dtype=torch.bool)
+
+    def plain(
+        package: Any, query: Tensor = query, mask: Tensor | None = None, fused: bool = False, **options: Any
+    ) -> bool:
+        return is_plain(package.eager_attention_forward, query, mask, options, fused=fused)
+
+    assert plain(modeling_llama) and plain(modeling_gpt2) and plain(modeling_gemma2, softcap=2.0)
+    assert not plain(modeling_gpt_oss)  # sinks
+    assert plain(modeling_llama, mask=mask, fused=True) and not plain(modeling_llama, mask=mask)
+    assert not plain(modeling_gemma2, softcap=2.0, fused=True)
+    assert not plain(modeling_llama, dropout=0.1) and not plain(modeling_llama, s_aux=query)
+    assert plain(modeling_llama, query.double(), fused=True) and not plain(modeling_llama, query.double())
