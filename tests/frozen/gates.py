@@ -170,6 +170,11 @@ CASES = {
         lambda g, u, o: torch.sigmoid(g).detach() * u,
         lambda g, u, o: torch.sigmoid(g).detach() * u,
     ),
+    "einsum with a diagonal": Case(
+        lambda g, u, o: torch.einsum("blcc,blc->blc", g[..., None].expand(*g.shape, INNER), u),
+        lambda g, u, o: share(g, u),
+        lambda g, u, o: share(g, u),
+    ),
     "weights of experts in an einsum": experts(
         lambda weights, values: torch.einsum("ble,blce->blc", weights, values),
     ),

@@ -47,6 +47,8 @@ CASES: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},
     "padding": {"mask": padded()},
     "windows": {"mask": windows()},
+    "keys of all queries": {"mask": (torch.arange(QUERIES) % 5 > 0).expand(BATCH, 1, 1, -1)},
+    "biases of all queries": {"bias": BIAS[:, :, :1]},
     "the mask decides": {"mask": torch.ones(1, 1, QUERIES, QUERIES, dtype=torch.bool), "causal": True},
     "position bias": {"bias": BIAS, "causal": True},
     "position bias and mask": {"bias": BIAS, "mask": padded()},

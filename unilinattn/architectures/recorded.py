@@ -154,9 +154,12 @@ def _readings(call: Call, heads: Mapping[str, int]) -> Iterator[tuple[Collection
 
 def chosen_values(call: Call) -> Mapping[Position, list[int]]:
     """Return which operands of a module's products are values, behind all tensors that it returns, by their calls."""
-    chosen: dict[Position, list[int]] = {}
+    choices: dict[Position, list[int]] = {}
     for single, heads in _readings(call, heads_of(call)):
-        recorded = _recorded(call, single, heads)
+        try:
+            recorded = _recorded(call, single, heads)
+        except UncoveredError:
+            continue
         is_read = True
         for tensor in (recorded.output, *tensors(recorded.returned)):
             node = recorded.recording.node(tensor)
@@ -165,13 +168,14 @@ def chosen_values(call: Call) -> Mapping[Position, list[int]]:
             # A function may have arguments of a kind that its rule does not expect.
             try:
                 with torch._C.DisableTorchFunction():
-                    choices = choices_of(node, call.input, call.axes, transposed=recorded.ports.transposed)
-                chosen = {**choices, **chosen}
+                    behind = choices_of(node, call.input, call.axes, transposed=recorded.ports.transposed)
+                # Those of an earlier reading, and of the output, hold.
+                choices = {**behind, **choices}
             except Exception:
                 is_read = is_read and tensor is not recorded.output
         if is_read:
             break
-    return chosen
+    return choices
 
 
 class _Recorded(NamedTuple):

@@ -61,7 +61,7 @@ class Attended:
 
     @property
     def context(self) -> Tensor | None:
-        """What a plain softmax returned, None if a host wrote into it."""
+        """The result of a plain softmax, None if a host wrote into it."""
         context, version = self.returned or (None, 0)
         return context if context is not None and _version(context) == version else None
 
@@ -270,8 +270,9 @@ def is_plain(
     """Tell whether an attention is the softmax of scores with a soft cap, a position bias and a mask.
 
     So it is if the code of the eager function reads nothing by other names than those of this formula; sinks are such
-    names. The weights are compared with what the host's function returned (`require_weighted`). Fused attention drops
-    soft caps in some versions; eager attention adds a boolean mask to the scores, and may round float64 to float32.
+    names. The weights are compared with the result of the host's function in its dtype (`require_weighted`), and in
+    another one with the output of the layer. Fused attention drops soft caps in some versions; eager attention adds a
+    boolean mask to the scores, and may round float64 to float32.
     """
     code = getattr(eager, "__code__", None)
     if code is None or not set(code.co_names) <= _FORMULA or (mask is not None and mask.ndim != 4):

@@ -46,8 +46,8 @@ class Softmax(CoreMixer):
     Args:
         query, key: (batch, head, query, channel) and (batch, group, key, channel); consecutive heads share a group.
         scale: the factor of the scores.
-        mask: the keys that each query may attend to, (batch or 1, head or 1, query, key); None for all. The weights of
-            a query without any key are zero.
+        mask: the keys that each query may attend to, (batch or 1, head or 1, query or 1, key); None for all. A query
+            without any key has weights of zero.
         bias: added to the scores, of the same shape; such as a position bias, or a mask that is large and negative.
         cap: the scores before the bias are cap tanh(q k^T scale / cap); None for no soft cap.
         causal: whether a query attends to no later key, for a mask of None.
@@ -64,15 +64,18 @@ class Softmax(CoreMixer):
         key: Float[Tensor, "batch group key channel"],
         *,
         scale: float,
-        mask: Bool[Tensor, "#batch #head query key"] | None = None,
-        bias: Float[Tensor, "#batch #head query key"] | None = None,
+        mask: Bool[Tensor, "#batch #head #query key"] | None = None,
+        bias: Float[Tensor, "#batch #head #query key"] | None = None,
         cap: float | None = None,
         causal: bool = False,
         unchanged: Callable[[], None] | None = None,
     ) -> None:
         """Raise `FactorError` if queries or keys have NaN or infinite entries."""
         self._query, self._key = map(flushed_given, checked_factors(query=query, key=key))
-        self._scale, self._cap, self._mask, self._bias = scale, cap, mask, bias
+        self._scale, self._cap = scale, cap
+        # Either may have one row for all queries.
+        pairs = query.shape[2], key.shape[2]
+        self._mask, self._bias = (None if x is None else x.expand(-1, -1, *pairs) for x in (mask, bias))
         self._is_causal, self._unchanged = causal and mask is None, unchanged
 
     def __getstate__(self) -> dict[str, Any]:
@@ -128,7 +131,7 @@ class Softmax(CoreMixer):
         return self._of(gathered(self._query), mask, bias, keys)
 
     def tile(self, rows: slice = ALL, cols: slice = ALL, heads: slice = ALL) -> Float[Tensor, "batch head row col"]:
-        """Compute the weights of some queries, and return a copy of some columns."""
+        """Compute the weights of some queries, and return some columns."""
         batch, total, queries, keys = self.shape
         number, column = range(queries)[rows], range(keys)[cols]
         shape = batch, len(range(total)[heads]), len(number), len(column)
