@@ -7,6 +7,7 @@ from evidence.answers import SCORED_LENGTHS
 from evidence.baselines import NEW_MIXER, RANDOM, of_default, of_training
 from evidence.claims import HERE, Claim, Results
 from evidence.comparisons import Comparison, better, bounded
+from evidence.operators import by_operators
 from evidence.questions import PAIRS
 from unilinattn.methods.default import CAUSAL
 
@@ -28,7 +29,7 @@ METHODS: Mapping[str, Any] = {
     "lrp": "lrp",
     "attn_lrp": "attn_lrp",
     CAUSAL.label: CAUSAL,
-    "input_x_gradient": "input_x_gradient",
+    **by_operators({"input_x_gradient": "input_x_gradient"}),
 }
 """Methods of passkeys: the first three of one layer, chosen on other contexts."""
 

@@ -16,7 +16,7 @@ from evidence.digits import GRID, PATCH, SIDE
 from evidence.rows import number
 from unilinattn.evaluation import PerturbationTest, Sample, segmentation_scores
 from unilinattn.evaluation.masking import Masking
-from unilinattn.evaluation.segmentation import foreground_of, overlaps
+from unilinattn.evaluation.segmentation import foreground_of, image_scores, overlaps
 from unilinattn.evaluation.table import PARTS
 from unilinattn.host.substitution import through_operators
 from unilinattn.results.attribution import Attribution
@@ -148,8 +148,10 @@ def mask_rows(model: str, images: Images, maps: Maps, layers: Mapping[str, str])
     """Return the segmentation metrics of each map and image (HMA ACL 4.2)."""
     rows: list[Row] = []
     for label, scores in maps.items():
-        for heat, sample, truth in zip(_heat_maps(scores), images.samples, images.masks, strict=True):
-            measured, mask = segmentation_scores(heat[None], truth[None]), truth[None]
+        heats, masks = _heat_maps(scores), images.masks
+        every = zip(heats, images.samples, masks, image_scores(heats, masks), strict=True)
+        for heat, sample, truth, measured in every:
+            mask = truth[None]
             regions = [(float(shared), float(either)) for shared, either in overlaps(foreground_of(heat[None]), mask)]
             where: dict[str, Any] = {"model": model, "sample": sample.name}
             of_image = [

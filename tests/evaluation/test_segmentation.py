@@ -5,7 +5,8 @@ import torch
 
 from tests.evaluation.test_metrics import loop_average_precision
 from unilinattn.errors import InputError
-from unilinattn.evaluation.segmentation import SegmentationScores, segmentation_scores
+from unilinattn.evaluation import segmentation
+from unilinattn.evaluation.segmentation import SegmentationScores, image_scores, segmentation_scores
 
 
 def loop_scores(relevance: torch.Tensor, foreground: torch.Tensor) -> SegmentationScores:
@@ -86,6 +87,14 @@ def test_counts_are_pooled_and_precisions_averaged_over_images() -> None:
     for name in ("pixel_accuracy", "mean_ap", "foreground_ap"):
         assert getattr(both, name) == pytest.approx(sum(getattr(one, name) for one in single) / 2, abs=1e-12)
     assert both.mean_iou != pytest.approx(sum(one.mean_iou for one in single) / 2)
+
+
+def test_images_ranked_in_one_step_have_the_scores_of_each_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    relevance, foreground = images(2, count=3)
+    alone = [segmentation_scores(relevance[i : i + 1], foreground[i : i + 1]) for i in range(3)]
+    assert image_scores(relevance, foreground) == alone
+    monkeypatch.setattr(segmentation, "RANKED", 2 * foreground[0].numel())
+    assert image_scores(relevance, foreground) == alone
 
 
 MAP, MASK = images(3)

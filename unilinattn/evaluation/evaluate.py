@@ -129,11 +129,11 @@ def run(
     """Return the table of a checked request; see `evaluate`."""
     processes = Processes()
     store = Store(out, plan.configuration())
-    rows: list[Row] = []
+    rows, layered = list[Row](), dict[str, bool]()
     with bars(progress and processes.rank == 0):
         for number, name in enumerate(plan.models):
             work = _Work(plan, name, number, store, processes, observer or Observer())
-            rows.extend(work.measure(work.choose_layers()))
+            rows.extend(work.measure(work.choose_layers(layered)))
     table = Table(rows)
     if store.folder is not None and processes.rank == 0:
         for ending in ("csv", "json"):
@@ -170,12 +170,12 @@ class _Work:
         if self._store.folder is not None:
             self._store.agree(f"models/{self._at}", {self._name: described(host)})
 
-    def choose_layers(self) -> dict[str, int]:
-        """Return the index of the best layer of each method that keeps a layer axis, by the samples of `selection`."""
+    def choose_layers(self, layered: dict[str, bool]) -> dict[str, int]:
+        """Return the best layer, by the samples of `selection`, of the methods that keep layers, those in `layered`."""
         plan = self._plan
         if plan.selection is None:
             return {}
-        units = self._spread("selection", plan.selection, partial(self._precisions, dict[str, bool]()))
+        units = self._spread("selection", plan.selection, partial(self._precisions, layered))
         best = max if plan.chooser.larger_is_better else min
         layers = {}
         for scorer in plan.scorers:
@@ -212,7 +212,7 @@ class _Work:
         return [done[unit] for unit in range(len(units))]
 
     def _precisions(self, layered: dict[str, bool], batch: Mapping[int, Sample]) -> Choice:
-        """Return the metric that chooses a layer, for each layer; `layered` receives which methods keep layers."""
+        """Return the metric that chooses a layer, for each layer; `layered` as in `choose_layers`."""
         plan = self._plan
         precisions: Choice = {}
         where = f"selection sample {next(iter(batch.values())).name or next(iter(batch))}"
@@ -225,8 +225,8 @@ class _Work:
                 if not scorer.reads_model or not layered.get(scorer.label, True):
                     continue
                 results = [draws[0] for draws in self._results(scorer, traced, batch, "selection")]
-                layered[scorer.label] = _has_layers(results[0])
-                if layered[scorer.label]:
+                layered[scorer.label] = "layer" in results[0].dims
+                if _has_layers(results[0]):
                     precisions[scorer.label] = [
                         self._precision(traced, batch, [result.select(layer=layer) for result in results])
                         for layer in range(results[0].sizes["layer"])
@@ -239,7 +239,7 @@ class _Work:
         few = {index: Sample(inputs=sample.inputs[:, :FEW_TOKENS], target=-1)}
         if self._few is None:
             self._few = self._trace(few, where)
-        return _has_layers(self._run(scorer, self._few, "axes", few)[0])
+        return "layer" in self._run(scorer, self._few, "axes", few)[0].dims
 
     def _precision(self, traced: Trace, batch: Mapping[int, Sample], results: Sequence[Attribution]) -> list[Part]:
         """Return the parts of the metric that chooses a layer, summed over the batch."""

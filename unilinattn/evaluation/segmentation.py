@@ -7,7 +7,11 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from unilinattn.errors import InputError
-from unilinattn.evaluation.metrics import row_scores, tensor_text
+from unilinattn.evaluation.metrics import batch_scores, tensor_text
+from unilinattn.memory import parts
+
+RANKED = 1 << 17
+"""Pixels that are ranked in one step, which takes several times their memory."""
 
 
 @dataclass(frozen=True)
@@ -47,16 +51,28 @@ def segmentation_scores(
     _check(relevance, foreground)
     maps = relevance.detach().double()
     masks = foreground.to(maps.device)
-    predicted = foreground_of(maps)
-    ious = [shared / either for shared, either in overlaps(predicted, masks)]
-    # One image at a time: the ranking of a data set's pixels takes several times its memory.
-    both, front = zip(*(_precisions(*pair) for pair in zip(maps, masks, strict=True)), strict=True)
+    both, front = _precisions(maps, masks)
+    return _scores(foreground_of(maps), masks, sum(both) / len(maps), sum(front) / len(maps))
+
+
+def image_scores(
+    relevance: Float[Tensor, "image height width"], foreground: Bool[Tensor, "image height width"]
+) -> list[SegmentationScores]:
+    """Return `segmentation_scores` of each image, ranked in one step."""
+    _check(relevance, foreground)
+    maps = relevance.detach().double()
+    masks = foreground.to(maps.device)
+    images = zip(foreground_of(maps), masks, *_precisions(maps, masks), strict=True)
+    return [_scores(predicted[None], mask[None], both, front) for predicted, mask, both, front in images]
+
+
+def _scores(predicted: Tensor, masks: Tensor, mean_ap: float, foreground_ap: float) -> SegmentationScores:
     return SegmentationScores(
         pixel_accuracy=float((predicted == masks).double().mean()),
-        mean_iou=sum(ious) / 2,
-        mean_ap=sum(both) / len(maps),
-        foreground_ap=sum(front) / len(maps),
-        images=len(maps),
+        mean_iou=sum(shared / either for shared, either in overlaps(predicted, masks)) / 2,
+        mean_ap=mean_ap,
+        foreground_ap=foreground_ap,
+        images=len(masks),
     )
 
 
@@ -82,13 +98,23 @@ def overlaps(
 
 
 def _precisions(
-    relevance: Float[Tensor, "height width"], foreground: Bool[Tensor, "height width"]
-) -> tuple[float, float]:
-    """Return an image's average precision of both classes in one list, and of the foreground."""
-    pixels, front = relevance.flatten(), foreground.flatten()
-    scaled = (pixels - pixels.min()) / (pixels.max() - pixels.min())
-    both = row_scores(torch.cat([scaled, 1 - scaled])[None], torch.cat([front, ~front])[None])
-    return both.ap, row_scores(pixels[None], front[None]).ap
+    maps: Float[Tensor, "image height width"], masks: Bool[Tensor, "image height width"]
+) -> tuple[list[float], list[float]]:
+    """Return each image's average precision of both classes in one list, and of the foreground."""
+    both: list[float] = []
+    foreground: list[float] = []
+    for images in parts(len(maps), max(1, RANKED // maps[0].numel())):
+        pixels, front = maps[images].flatten(1), masks[images].flatten(1)
+        lowest = pixels.amin(1, keepdim=True)
+        scaled = (pixels - lowest) / (pixels.amax(1, keepdim=True) - lowest)
+        both += _average_precisions(torch.cat([scaled, 1 - scaled], 1), torch.cat([front, ~front], 1))
+        foreground += _average_precisions(pixels, front)
+    return both, foreground
+
+
+def _average_precisions(scores: Float[Tensor, "image key"], relevant: Bool[Tensor, "image key"]) -> list[float]:
+    candidates = torch.ones_like(relevant)[:, None]
+    return [row.ap for row in batch_scores(scores[:, None], relevant[:, None], candidates)]
 
 
 def _check(relevance: Tensor, foreground: Tensor) -> None:
