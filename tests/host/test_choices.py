@@ -57,7 +57,7 @@ def test_every_kind_of_method_takes_choices(method: str) -> None:
 
 def test_ids_of_three_axes_without_a_logit_for_each_choice_are_refused() -> None:
     model, inputs = multiple_choice(), questions()
-    with pytest.raises(InputError, match=r"or \(batch, choice, length\) for a model that returns a logit for each"):
+    with pytest.raises(InputError, match=r", \(batch, choice, length\) for a model that returns a logit for each"):
         ula.trace(transformers.BertModel(transformers.BertConfig(**SIZES)).eval(), inputs)
     with pytest.raises(InputError, match="labels make a loss over the choices"):
         ula.trace(model, {**inputs, "labels": torch.zeros(2, dtype=torch.long)})

@@ -87,7 +87,9 @@ def find_leak(
     lengths = {length for _, length in streams}
     # Ids of as many tokens in another batch are several for each token, such as those of codebooks.
     ids = {
-        tuple(x.shape) for name, x in arguments.items() if is_token_ids(name, arguments) and x.shape[1] not in lengths
+        tuple(x.shape[:2])
+        for name, x in arguments.items()
+        if is_token_ids(name, arguments) and x.shape[1] not in lengths
     }
     windows = windows_of([record.entered for record in layers], sequences_in(arguments))
     halves = {shape: half_of(shape, windows.get(shape)) for shape in sorted(streams | ids) if prod(shape) > 1}

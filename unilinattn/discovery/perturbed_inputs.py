@@ -87,9 +87,11 @@ class TokenHalf:
         if not is_token_ids(name, arguments):
             return value
         # Other special ids would change the layout: padding is masked, and those of an image become its vectors.
-        ordinary = half & ~torch.isin(value, special_ids(self._model).to(value))
+        special = torch.isin(value, special_ids(self._model).to(value))
+        # Codes of sound may have their numbers.
+        ordinary = half & ~(special if value.ndim == 2 else special.all(-1))
         real = real_tokens(arguments, name.replace("input_ids", "attention_mask"))
-        return exchanged(value, ordinary if real is None or real.shape != value.shape else ordinary & real)
+        return exchanged(value, ordinary if real is None or real.shape != half.shape else ordinary & real)
 
 
 class SignalPieces:
@@ -123,8 +125,13 @@ def is_signal(name: str, x: Any, streams: Collection[Shape]) -> bool:
 
 
 def is_token_ids(name: str, arguments: Mapping[str, Any]) -> bool:
-    """Tell whether an argument has the ids of tokens, by its name or as the only tensor that may have them."""
-    return is_ids(arguments[name]) and (name.endswith("input_ids") or name == ids_name(arguments))
+    """Tell whether an argument has the ids of tokens, by its name or as the only tensor that may have them.
+
+    They may be those of several codebooks, (batch, length, codebook).
+    """
+    if name.endswith("input_ids"):
+        return is_ids(arguments[name], axes=(2, 3))
+    return is_ids(arguments[name]) and name == ids_name(arguments)
 
 
 def tokens_of(shape: Sequence[int], axis: int) -> Shape:

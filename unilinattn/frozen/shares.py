@@ -18,6 +18,9 @@ CANCELLATION = 1e4
 rounding to float32 leaves three digits of."""
 
 
+OF_ROWS = 1e-2
+"""Largest difference of slopes, relative to the largest of them, at rows that only one scalar depends on."""
+
 OF_SUM = 1e-2
 """Largest distance from 1 of the sum of probabilities in half precision."""
 
@@ -163,21 +166,25 @@ class Linearized(NamedTuple):
         if sequence is not None:
             slopes = [torch.zeros_like(slope) for slope in slopes]
             for single, slope in zip(slopes, self.slopes, strict=True):
-                single[sequence] = slope[sequence]
+                # Logits in rows of codebooks have several rows for each sequence.
+                of_sequence = (t.unflatten(0, (len(self.value), -1))[sequence] for t in (single, slope))
+                next(of_sequence).copy_(next(of_sequence))
         return torch.autograd.grad(self.outputs, inputs, slopes, retain_graph=True, allow_unused=True)
 
 
 def linearized(output: Any, tangents: Any, choose: Callable[[Any], Float[Tensor, " batch"]]) -> Linearized:
     """Return the first-order part of the scalar that `choose` returns from an output.
 
-    Raises `UncoveredError` if it does not depend on a tensor of the output that depends on tokens.
+    Raises `UncoveredError` if it does not depend on a tensor of the output that depends on tokens, or if the rows of
+    this tensor are not those of the sequences in turn.
     """
     point = mapped(output, lambda t: t.detach().requires_grad_(t.is_floating_point()))
     value = choose(point)
     leaves = [tensor for tensor in tensors(point) if tensor.requires_grad]
     if not value.requires_grad:
         raise UncoveredError("the scalar does not depend on an output of the model, so it has no shares.")
-    slopes = torch.autograd.grad(value.sum(), leaves, allow_unused=True)
+    slopes = torch.autograd.grad(value.sum(), leaves, allow_unused=True, retain_graph=True)
+    _require_rows_in_turn(value, leaves, slopes)
     values = [tensor for tensor in tensors(output) if tensor.is_floating_point()]
     constants = [tensor for tensor in tensors(tangents) if tensor.is_floating_point()]
     terms = [(s, v, c) for s, v, c in zip(slopes, values, constants, strict=True) if s is not None]
@@ -189,11 +196,35 @@ def linearized(output: Any, tangents: Any, choose: Callable[[Any], Float[Tensor,
             + next(filter(None, map(_of_softmax, read)), ".")
         )
     value = value.detach().double()
-    linear = sum((_by_sequence(s * v.detach()) for s, v, _ in terms), torch.zeros_like(value))
-    constant = sum((_by_sequence(s * c) for s, _, c in terms), torch.zeros_like(value))
-    sizes = sum((_by_sequence((s * v.detach()).abs()) for s, v, _ in terms), torch.zeros_like(value))
-    unreached = sum((_by_sequence(s * c) for s, v, c in terms if not v.requires_grad), torch.zeros_like(value))
+    count, none = len(value), torch.zeros_like(value)
+    linear = sum((_by_sequence(s * v.detach(), count) for s, v, _ in terms), none)
+    constant = sum((_by_sequence(s * c, count) for s, _, c in terms), none)
+    sizes = sum((_by_sequence((s * v.detach()).abs(), count) for s, v, _ in terms), none)
+    unreached = sum((_by_sequence(s * c, count) for s, v, c in terms if not v.requires_grad), none)
     return Linearized(value, linear, constant, sizes, [v for _, v in reached], [s for s, _ in reached], unreached)
+
+
+def _require_rows_in_turn(
+    value: Float[Tensor, " batch"], outputs: Sequence[Tensor], slopes: Sequence[Tensor | None]
+) -> None:
+    """Raise `UncoveredError` if a scalar depends on rows of an output that are not those of its sequence, in turn.
+
+    Logits in rows of codebooks have as many rows for each sequence.
+    """
+    pairs = [(x, s) for x, s in zip(outputs, slopes, strict=True) if s is not None and s.shape[:1] != value.shape]
+    if not pairs or len(value) == 1:
+        return
+    # The scalars times 1, 2, 3, ... have these multiples of the slopes at rows that no other scalar depends on.
+    weights = torch.arange(1, len(value) + 1, dtype=value.dtype, device=value.device)
+    weighted = torch.autograd.grad((weights * value).sum(), [x for x, _ in pairs], retain_graph=True)
+    for other, (_, slope) in zip(weighted, pairs, strict=True):
+        rows, rest = divmod(len(slope) if slope.ndim else 1, len(value))
+        multiples = weights.repeat_interleave(rows).view(-1, *[1] * (slope.ndim - 1))
+        if rest or (other - slope * multiples).abs().max() > OF_ROWS * other.abs().max():
+            raise UncoveredError(
+                f"the scalar of one of {len(value)} sequences depends on rows of an output of shape "
+                f"{tuple(slope.shape)} that are not those of this sequence in turn; explain one sequence at a time."
+            )
 
 
 def _of_softmax(value: Tensor) -> str:
@@ -268,8 +299,8 @@ def by_layer(layers: Sequence[Layer], grads: Sequence[Tensor | None]) -> Parts:
         for port, x in op.inputs.items():
             share[:, slots[stream_read(layer, port, layers, streams)]] += by_token(x, op.adjoint(grad, port=port))
         tokens.append(share)
-        bias.append(_by_sequence(grad * op.bias))
-        value.append(_by_sequence(grad * op.output))
+        bias.append(_by_sequence(grad * op.bias, len(grad)))
+        value.append(_by_sequence(grad * op.output, len(grad)))
     return Parts(torch.stack(tokens), torch.stack(bias), torch.stack(value))
 
 
@@ -360,5 +391,5 @@ def _inner(constant: Tensor, grad: Tensor | None) -> Tensor | float:
     return 0.0 if grad is None else (constant.detach().double() * grad.double()).sum()
 
 
-def _by_sequence(product: Tensor) -> Float[Tensor, " batch"]:
-    return product.double().reshape(len(product), -1).sum(1)
+def _by_sequence(product: Tensor, count: int) -> Float[Tensor, " batch"]:
+    return product.double().reshape(count, -1).sum(1)

@@ -36,26 +36,24 @@ def choices_as_sequences(model: nn.Module, inputs: Any) -> tuple[nn.Module, Any]
     if not whole or ids.ndim != 3 or not ids.numel() or not (is_bare or isinstance(inputs, Mapping)):
         return model, inputs
     named = {IDS: inputs} if is_bare else dict(inputs)
-    if named.get("labels") is not None:
-        raise InputError("labels make a loss over the choices of a question; leave them out, each choice is explained.")
     rows = {k: v.flatten(0, 1) if isinstance(v, Tensor) and v.shape == ids.shape else v for k, v in named.items()}
     copied = _copied(model)
     seed = torch.get_rng_state()
     try:
         with checked_indices(model):
-            scores, by_row = (
-                logits_in(run(each, values, seed=seed)) for each, values in ((model, named), (copied, rows))
-            )
+            scores = logits_in(run(model, named, seed=seed))
+            by_row = logits_in(run(copied, rows, seed=seed)) if _of_choices(scores, ids, named) else None
     except (UnilinattnError, torch.OutOfMemoryError):
         raise
     # A host may raise any error for ids with another axis.
     except Exception:
-        scores = by_row = None
-    if scores is None or by_row is None or scores.shape != ids.shape[:2] or by_row.shape != (scores.numel(), 1):
         raise InputError(
             f"input_ids are {ids.dtype} of shape {tuple(ids.shape)}; integer token ids of shape (batch, length) are "
-            f"needed, or (batch, choice, length) for a model that returns a logit for each choice, (batch, choice)."
-        )
+            "needed, (batch, choice, length) for a model that returns a logit for each choice, (batch, choice), or "
+            "(batch, length, codebook) for one that adds the vectors of several codebooks."
+        ) from None
+    if scores is None or by_row is None or by_row.shape != (scores.numel(), 1):
+        return model, inputs
     error = relative_error(by_row.detach().reshape(1, -1), scores.detach().reshape(1, -1))
     if not error <= layer_tolerance(scores.dtype):
         raise InputError(
@@ -63,6 +61,15 @@ def choices_as_sequences(model: nn.Module, inputs: Any) -> tuple[nn.Module, Any]
             "choice is no sequence by itself."
         )
     return copied, rows
+
+
+def _of_choices(scores: Tensor | None, ids: Tensor, arguments: Mapping[str, Any]) -> bool:
+    """Tell whether a model returned a logit for each choice, and not those of the tokens of several codebooks."""
+    if scores is None or scores.shape != ids.shape[:2]:
+        return False
+    if arguments.get("labels") is not None:
+        raise InputError("labels make a loss over the choices of a question; leave them out, each choice is explained.")
+    return True
 
 
 def _copied(model: nn.Module) -> nn.Module:

@@ -1,7 +1,7 @@
 """The arguments of a host model, completed and checked before it runs."""
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -197,10 +197,10 @@ def ids_name(arguments: Mapping[str, Any]) -> str | None:
     return named[0] if len(named) == 1 and is_ids(arguments[named[0]]) else None
 
 
-def is_ids(value: Any) -> bool:
-    """Tell whether a value may be the ids of tokens, (batch, length)."""
-    whole = isinstance(value, Tensor) and not value.is_floating_point() and value.dtype != torch.bool
-    return whole and value.ndim == 2
+def is_ids(value: Any, *, axes: Collection[int] = (2,)) -> bool:
+    """Tell whether a value may be the ids of tokens, (batch, length) or with other numbers of `axes`."""
+    whole = isinstance(value, Tensor) and not value.is_floating_point() and not value.is_complex()
+    return whole and value.dtype != torch.bool and value.ndim in axes
 
 
 def is_encoder_decoder(model: nn.Module) -> bool:
@@ -314,13 +314,14 @@ def _check_ids(model: nn.Module, arguments: Mapping[str, Any]) -> None:
     ids = arguments.get("input_ids")
     if ids is None:
         return
-    integer = isinstance(ids, Tensor) and not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
-    if not integer or ids.ndim != 2:
+    # The vectors of several codebooks, (batch, length, codebook), are added before the first block.
+    if not is_ids(ids, axes=(2, 3)):
         what = f"{ids.dtype} of shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
         raise InputError(f"input_ids are {what}; integer token ids of shape (batch, length) are needed.")
     if ids.shape[0] == 0 or ids.shape[1] == 0:
         raise InputError(f"input_ids have shape {tuple(ids.shape)}; at least one sequence of one token is needed.")
-    size = vocabulary_size(model)
+    # Each codebook has its own numbers.
+    size = vocabulary_size(model) if ids.ndim == 2 else None
     if size is not None and (int(ids.min()) < 0 or int(ids.max()) >= size):
         raise InputError(
             f"input_ids reach from {int(ids.min())} to {int(ids.max())}; the model knows ids 0 to {size - 1}."

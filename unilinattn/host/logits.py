@@ -98,10 +98,11 @@ def logits_of(
         return logits
     length = tokens[1] if computed is None else len(computed)
     if logits.shape[0] != tokens[0] or (logits.ndim == 3 and logits.shape[1] != length):
+        rows, rest = divmod(logits.shape[0], tokens[0])
         raise InputError(
             f"{model} returns logits of shape {tuple(logits.shape)}, and its layers have {tokens[0]} sequences of "
             f"{tokens[1]} tokens, so a target does not name a row of logits; give `logit` as a function of its output, "
-            f"such as {example(output)}."
+            f"such as {example(output, rows=1 if rest else rows)}."
         )
     return logits
 

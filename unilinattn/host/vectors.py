@@ -69,13 +69,17 @@ def pair_table(output: Any) -> Path | None:
     return next(((key,) for key in tables), None)
 
 
-def example(output: Any) -> str:
-    """Return a function of an output with a number for each sequence, such as `lambda out: out.logits[:, -1, 0]`."""
+def example(output: Any, *, rows: int = 1) -> str:
+    """Return a function of an output with a number for each sequence, such as `lambda out: out.logits[:, -1, 0]`.
+
+    `rows`: number of rows of the output for each sequence, such as those of codebooks, of which the first one is read.
+    """
     if (table := pair_table(output)) is not None:
         return f"lambda out: {expression(table, output)}.diagonal()"
     vectors = vectors_in(output)
     if vectors is None:
         return "lambda out: out.last_hidden_state[:, -1, 0]"
     path, tensor = vectors
-    indices = [":", "-1", *["0"] * (tensor.ndim - 2)] if tensor.ndim == 3 else [":", *["0"] * (tensor.ndim - 1)]
+    every = ":" if rows == 1 else f"::{rows}"
+    indices = [every, "-1", *["0"] * (tensor.ndim - 2)] if tensor.ndim == 3 else [every, *["0"] * (tensor.ndim - 1)]
     return f"lambda out: {expression(path, output)}[{', '.join(indices)}]"

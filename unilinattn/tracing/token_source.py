@@ -87,9 +87,8 @@ def find_sources(
     lookups = Source(streams[0], None, ids)
     if len(streams) > 1 and (sources := _of_several(model, arguments, layers, lookups, batch, read)):
         return sources
-    rows, length = (0, 0) if ids is None else arguments[ids].shape
-    if rows == layers[0].output.shape[0] and length != layers[0].output.shape[1]:
-        # Patches beside a text, and tuned prompts, enter the first block with it.
+    if ids is not None and arguments[ids].shape != layers[0].output.shape[:2]:
+        # Patches beside a text, and tuned prompts, enter the first block with it; ids of codebooks are added before.
         with suppress(UncoveredError):
             source = Source(streams[0], find_tokens(model, arguments, layers))
             if are_alone(model, arguments, (source,), layers, read):
