@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import unilinattn as ula
+from tests.tracing.models import Block, Model, added, ids
 from unilinattn.errors import InputError
 from unilinattn.host.inputs import bound_arguments
 
@@ -97,3 +98,29 @@ def test_arguments_that_are_missing_are_named(model: type[nn.Module]) -> None:
     # A tensor is the first argument.
     with pytest.raises(InputError, match="needs 'second', and the inputs have first"):
         ula.trace(model().eval(), torch.tensor([[1, 2, 3]]), progress=False)
+
+
+class Outside(nn.Module):
+    """A wrapper that passes on all arguments."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs)
+
+
+class OnlyNamed(Outside):
+    def forward(self, **kwargs: Any) -> Any:
+        return self.inner(**kwargs)
+
+
+@pytest.mark.parametrize("wrap", [Outside, OnlyNamed, lambda model: Outside(Outside(model))])
+@pytest.mark.parametrize("named", [False, True])
+def test_a_wrapper_takes_the_inputs_of_the_model_inside(wrap: Any, named: bool) -> None:
+    torch.manual_seed(0)
+    model = Model(Block(added)).double()
+    expected = ula.explain(model, ids(), method="logit", target=-1, progress=False).scores
+    inputs = {"ids": ids()} if named else ids()
+    assert torch.equal(ula.explain(wrap(model), inputs, method="logit", target=-1, progress=False).scores, expected)

@@ -177,7 +177,10 @@ def test_no_module_is_copied_and_every_chunk_is_one_run(name: str, monkeypatch: 
     )
     batch = len(given["input_ids"])
     explain(found, method="knockout", target=-1)
-    # The value without a cut is that of the trace.
+    # The value without a cut is that of the trace. Two runs tell, once for a trace, that copies share nothing.
+    assert sequences == [batch, 2 * batch] + [4] * (batch * LENGTH // 4)
+    sequences.clear()
+    explain(found, method="knockout", target=-1)
     assert sequences == [4] * (batch * LENGTH // 4)
     with cut(model, outgoing(2)):
         model(**given)

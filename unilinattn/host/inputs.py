@@ -269,12 +269,12 @@ def _signature(forward: Callable[..., Any]) -> tuple[inspect.Signature, str | No
 
 
 def _main_input(model: nn.Module) -> str:
-    """Return the name of a model's first input; for a wrapper with *args that of the model inside."""
-    first = next(iter(inspect.signature(model.forward).parameters.values()), None)
-    passes_on = first is None or first.kind in (first.VAR_POSITIONAL, first.VAR_KEYWORD)
-    candidates = model.modules() if passes_on else (model,)
-    named = (name for module in candidates if (name := getattr(module, "main_input_name", None)))
-    return next(named, "input" if first is None else first.name)
+    """Return the name of a model's first input; for a wrapper with *args or **kwargs that of the model inside."""
+    firsts = ((m, next(iter(inspect.signature(m.forward).parameters.values()), None)) for m in model.modules())
+    ordinary = ((m, f.name) for m, f in firsts if f is not None and f.kind not in (f.VAR_POSITIONAL, f.VAR_KEYWORD))
+    inside, first = next(ordinary, (None, "input"))
+    modules = (model,) if inside is model else model.modules()
+    return next((name for m in modules if (name := getattr(m, "main_input_name", None))), first)
 
 
 def _only_positional(model: nn.Module) -> bool:

@@ -18,8 +18,8 @@ from unilinattn.host.draws import drawing
 from unilinattn.host.inputs import call_host, ids_name
 from unilinattn.host.logits import KEEP, at_positions, kept_positions, logits_of
 from unilinattn.reruns.cut import Cut, run_without
+from unilinattn.tracing.changed_inputs import changed_input
 from unilinattn.tracing.layer import Layer
-from unilinattn.tracing.token_streams import token_streams
 from unilinattn.tracing.trace import Trace
 
 
@@ -97,36 +97,74 @@ _repeats: "WeakKeyDictionary[Layer, bool]" = WeakKeyDictionary()
 
 
 def repeats(trace: Trace) -> bool:
-    """Whether one run computes several copies of the inputs, each as sequences of every layer.
+    """Whether one run computes several changed copies of the inputs, each as sequences of every layer by themselves.
 
-    A host may compute its images in turn, or all of them as one sequence; it runs on one copy at a time. Where an
-    input or a layer has other rows than the sequences of the last layer, or there are several streams of tokens, the
-    model runs on two copies to tell, once for a trace.
+    A host may compute its images in turn, or all of them as one sequence, or let the sequences of a batch share
+    something, such as the capacity of experts; it runs on one copy at a time. The model runs on two copies, one of them
+    with other ids, and on this one by itself, to tell, once for a trace.
+
+    Raises `UncoveredError` if a sequence of a batch has another output by itself.
     """
     last = trace.layers[-1]
     if last not in _repeats:
-        batch, rows = len(last.output), [value for value in trace.arguments.values() if isinstance(value, Tensor)]
-        sizes = {len(value) for value in (*(row for row in rows if row.ndim > 1), *(x.output for x in trace.layers))}
-        _repeats[last] = (sizes <= {batch} and len(token_streams(trace.layers)) == 1) or _computes_copies(trace)
+        _repeats[last] = _computes_copies(trace)
+        if not _repeats[last]:
+            _require_alone(trace)
     return _repeats[last]
 
 
 def _computes_copies(trace: Trace) -> bool:
-    batch = len(trace.layers[-1].output)
+    sequences = torch.arange(len(trace.layers[-1].output), device="cpu")
+    name = ids_name(trace.arguments)
+    ids = None if name is None else trace.arguments[name]
+    if name is not None and ids is not None and len(ids) == len(sequences):
+        # Equal copies may share something and not show it, such as a maximum over the batch.
+        other = changed_input(trace.host, trace.arguments, name)[name]
+        changed, output = (_output_of(trace, sequences.repeat(n), torch.cat([other, ids][:n])) for n in (1, 2))
+        if changed is not None and output is not None:
+            return _is_half(changed, output, 0) and _is_half(trace.output, output, 1)
+    output = _output_of(trace, sequences.repeat(2))
+    return output is not None and all(_is_half(trace.output, output, half) for half in (0, 1))
+
+
+def _require_alone(trace: Trace) -> None:
+    """Raise `UncoveredError` if a sequence of a batch has another output by itself than in it."""
+    count = len(trace.layers[-1].output)
+    for sequence in range(count if count > 1 else 0):
+        output = _output_of(trace, torch.tensor([sequence], device="cpu"))
+        pairs = zip(tensors(trace.output), tensors(output), strict=False)
+        rows = ((x[sequence : sequence + 1], y) for x, y in pairs if x.ndim and len(x) == count)
+        pair = next(((x, y) for x, y in rows if x.is_floating_point() and x.shape == y.shape), None)
+        if pair is not None and not _is_same(*pair):
+            raise UncoveredError(
+                f"sequence {sequence} of {count} has another output of {trace.model} by itself than in the batch, as "
+                "where experts take a number of tokens of all sequences, so runs of single sequences would not be "
+                "those of the trace; trace one sequence at a time."
+            )
+
+
+def _output_of(trace: Trace, sequences: Int[Tensor, " run"], ids: Tensor | None = None) -> Any:
+    """Return the output of a run, None if the host raises an error."""
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         try:
-            output = rerun(trace, torch.arange(batch, device="cpu").repeat(2)).output
+            return rerun(trace, sequences, ids=ids).output
         # A host may raise any error on copies of inputs that it does not take apart.
         except Exception:
-            return False
+            return None
+
+
+def _is_half(expected: Any, output: Any, half: int) -> bool:
+    """Tell whether the first (0) or the second half (1) of the rows of an output are those of another one."""
     # A loss, which is one number of all sequences, may come first, or a table of the similarities of all pairs.
-    outputs = zip(tensors(trace.output), tensors(output), strict=False)
-    expected, copies = next(((x, y) for x, y in outputs if _is_twice(x, y)), (None, None))
-    if expected is None or copies is None:
-        return False
+    outputs = zip(tensors(expected), tensors(output), strict=False)
+    pair = next(((x, y.chunk(2)[half]) for x, y in outputs if _is_twice(x, y)), None)
+    return pair is not None and _is_same(*pair)
+
+
+def _is_same(expected: Tensor, output: Tensor) -> bool:
     limit = layer_tolerance(expected.dtype) * float(expected.float().norm())
-    return all(float((copy - expected).float().norm()) <= limit for copy in copies.chunk(2))
+    return float((output - expected).float().norm()) <= limit
 
 
 def _is_twice(expected: Tensor, copies: Tensor) -> bool:
