@@ -177,7 +177,7 @@ class Live(TorchFunctionMode):
         if values and (name in kinds.PRODUCTS or name in kinds.AFFINE):
             # A linear map of activations is a value again, as in a frozen run.
             return 0
-        return max(values) if values else DECIDED
+        return int(kinds.rank_of_sum(values)) if values else DECIDED
 
     def _follow(self, live: Sequence[Tensor], result: Tensor) -> None:
         """Note the value that a result is an elementwise function of."""
