@@ -21,7 +21,7 @@ from unilinattn.recording.keys import Keys, keys_of
 from unilinattn.recording.layout import Carried, whole
 from unilinattn.recording.nodes import Node, Position
 from unilinattn.recording.regrouping import by_row
-from unilinattn.recording.simplification import simplified
+from unilinattn.recording.simplification import simplified, with_step_weights
 
 DEEPEST = 100_000
 """Calls of Python inside each other while a module is compiled."""
@@ -45,7 +45,7 @@ def chains_of(node: Node, like: Tensor, axes: Axes, keys: Keys, *, transposed: b
     carried, _ = _compiled(node, like, axes, keys, transposed=transposed)
     if not transposed and not torch.equal(carried.index.flatten(), whole(carried.shape, carried.index).flatten()):
         raise UncoveredError("values of a sequence are written into another sequence")
-    chains = {port: simplified(chain) for port, chain in carried.chains.items()}
+    chains = {port: with_step_weights(simplified(chain)) for port, chain in carried.chains.items()}
     mixers = [stage for chain in chains.values() for stage in walk(chain) if isinstance(stage, Mix)]
     has_core = any(stage.role == "core" and not isinstance(stage.mixer, Gather) for stage in mixers)
     return {port: _with_roles(chain, has_core=has_core)[0] for port, chain in chains.items()}

@@ -212,17 +212,24 @@ class Compilation:
         return frozenset((port, *token) for port, image in images for token in image.tolist())
 
     def scaled(
-        self, carried: Carried, factor: Any, role: str, *, of_value: bool = True, norm_of: int | None = None
+        self,
+        carried: Carried,
+        factor: Any,
+        role: str,
+        *,
+        of_value: bool = True,
+        norm_of: int | None = None,
+        weighs: bool = False,
     ) -> Carried:
         """Multiply a carried tensor by a frozen factor, which may depend on it, broadcast to its shape.
 
-        `of_value` and `norm_of` are those of `Scale`. In a run whose graph is kept, a gate is in the graph (see
-        `_is_live`).
+        `of_value`, `norm_of` and `weighs` are those of `Scale`. In a run whose graph is kept, a gate is in the graph
+        (see `_is_live`).
         """
         value = factor.value if role == "gate" and _is_live(factor, carried) else self.number(factor)
         factor = torch.as_tensor(value, dtype=self.like.dtype, device=self.like.device)
         carried = _broadcast(carried, factor)
-        return carried.same_elements(Scale(role, carried.layout.factor(factor), None, of_value, norm_of))
+        return carried.same_elements(Scale(role, carried.layout.factor(factor), None, of_value, norm_of, weighs))
 
     def shifted(self, carried: Carried, constant: Any) -> Carried:
         """Add a constant that is broadcast to a carried tensor's shape.
