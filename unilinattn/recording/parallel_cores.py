@@ -40,7 +40,7 @@ def scaled_core(stages: Sequence[Stage], scale: Scale, channels: int) -> Stage |
         ends = [scaled_core(chain, scale, inner) if chain else None for chain in last.chains]
         chains = [(*chain[:-1], end) for chain, end in zip(last.chains, ends, strict=True) if end is not None]
         return replace(last, chains=tuple(chains)) if len(chains) == len(ends) else None
-    factors = _by_head(last, scale, width(before, channels))
+    factors = _by_head(before, last, scale, width(before, channels))
     return None if factors is None else Mix("core", Dense(factors[0] * factors[1][..., None]))
 
 
@@ -53,9 +53,7 @@ def weighted_core(stages: Sequence[Stage], core: Stage, channels: int) -> Stage 
     """
     if not stages or not isinstance(scale := stages[-1], Scale) or scale.bias is not None or not scale.weighs:
         return None
-    if core.groups == 1 and _has_copies(stages, scale.scale.shape[2]):
-        return None
-    factors = _by_head(core, scale, width(stages, channels))
+    factors = _by_head(stages, core, scale, width(stages, channels))
     return None if factors is None else Mix("core", Dense(factors[0] * factors[1][..., None, :]))
 
 
@@ -68,11 +66,11 @@ def _has_copies(stages: Sequence[Stage], groups: int) -> bool:
 
 
 def _by_head(
-    core: Stage, scale: Scale, channels: int
+    stages: Sequence[Stage], core: Stage, scale: Scale, channels: int
 ) -> tuple[Float[Tensor, "batch head query key"], Float[Tensor, "batch head token"]] | None:
     """Return the matrix of a core and the factors of a scale for each of its heads, None if these differ by channel.
 
-    `channels` is the number of channels, 0 if it is unknown.
+    `stages` are those before the core, and `channels` is the number of channels, 0 if it is unknown.
     """
     factor = scale.scale
     if (weights := _weights(core)) is None or factor.requires_grad or not bool(torch.isfinite(factor).all()):
@@ -82,7 +80,9 @@ def _by_head(
     # Of heads of one channel the factors differ by channel.
     if every % heads or every % groups or (groups >= channels if channels else groups > 1):
         return None
-    # A sum of tokens, such as `cumsum`, is one head until its factors differ.
+    # A sum of tokens, such as `cumsum`, is one head until its factors differ. Those of copies are a state's channels.
+    if heads == 1 and _has_copies(stages, groups):
+        return None
     weights = weights.repeat_interleave(every // heads, 1)
     return weights, factor.repeat_interleave(every // groups, 2).transpose(1, 2)
 
