@@ -99,7 +99,8 @@ def recorded(call: Call) -> Flow:
     The module runs once more, and its functions are recorded. From its output back, each one becomes a stage: a linear
     layer a matrix, a sum over tokens with frozen weights a token mixer, whatever made the weights, an activation or a
     norm a frozen scale, a sum a branch. The stages are compared with the module's output. A number for each query and
-    head right after the core, such as the denominator of a softmax, scales the core's rows.
+    head right after the core, such as the denominator of a softmax, scales the core's rows, and one for each key and
+    head right before it, which is no norm of the values, its columns.
 
     The input of a call whose graph is kept requires a gradient: gates are then in the graph, as the mode of the run
     (`rules.freezing`) computes them.

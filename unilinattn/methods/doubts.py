@@ -2,7 +2,6 @@
 
 import warnings
 from dataclasses import replace
-from itertools import takewhile
 from math import log2
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from unilinattn.errors import SinkWarning, UncoveredError
 from unilinattn.operator.edges import is_causal
-from unilinattn.operator.stages import Scale, walk
+from unilinattn.operator.stages import Branch, Chain, Scale
 from unilinattn.results.attribution import Attribution
 from unilinattn.scoring.selection import only_port, query_rows
 from unilinattn.tracing.layer import Layer
@@ -141,16 +140,28 @@ def equal_weights(result: Attribution, trace: Trace, target: Target | None) -> t
 
 
 def _has_equal_weights(layer: Layer, trace: Trace, target: Target | None, scope: str) -> bool:
-    op = layer.operator
-    if len(op.chains) > 1:
+    # Methods read the map of the first port.
+    port, chain = next(iter(layer.operator.chains.items()))
+    if not _weighs_tokens(chain):
         return False
-    # Factors behind the core weigh no token that is read.
-    before = takewhile(lambda stage: not stage.mixes, next(iter(op.chains.values())))
-    if not any(isinstance(stage, Scale) and stage.scale.shape[1] > 1 for stage in walk(tuple(before))):
-        return False
-    row = op.rows(_example_rows(trace, layer, target), scope=scope)
+    row = layer.operator.rows(_example_rows(trace, layer, target), scope=scope, port=port)
     read = row[row != 0]
     return len(read) > 1 and bool((read == read[0]).all())
+
+
+def _weighs_tokens(chain: Chain, *, is_term: bool = False) -> bool:
+    """Tell whether factors differ by token up to a chain's last core, or by step in the terms of a sum.
+
+    Factors behind the core weigh no token that is read.
+    """
+    last = max((number for number, stage in enumerate(chain) if stage.mixes), default=len(chain) - 1)
+    for stage in chain[: last + 1]:
+        if isinstance(stage, Branch):
+            if any(_weighs_tokens(inner, is_term=stage.mixes) for inner in stage.chains):
+                return True
+        elif isinstance(stage, Scale) and (stage.scale.shape[1] > 1 or (is_term and stage.weighs)):
+            return True
+    return False
 
 
 def _log2_size(layer: Layer, trace: Trace, target: Target | None, scope: str) -> float | None:

@@ -148,13 +148,15 @@ class Scale(Stage):
     A deferred factor is computed when it is first needed, which a map of the core does without. The bias may differ by
     token, (batch or 1, length or 1, channel). `of_value` says that the factor may depend on what it scales, so that the
     derivative of the host's layer is not the stage's. `norm_of` says how a norm's does: it is the number n of channels
-    in (sum of squares / n + constant)^(-1/2).
+    in (sum of squares / n + constant)^(-1/2). `weighs` says that the factor is known to be a weight: a constant, or
+    computed from the tokens otherwise than as a norm of what it scales.
     """
 
     factor: Float[Tensor, "batch length group"] | Deferred
     bias: Float[Tensor, " channel"] | Float[Tensor, "_ _ channel"] | None = None
     of_value: bool = True
     norm_of: int | None = None
+    weighs: bool = False
 
     @property
     def scale(self) -> Float[Tensor, "batch length group"]:

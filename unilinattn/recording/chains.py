@@ -1,9 +1,11 @@
 """From the recorded output of a module to its chain of stages from each input."""
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -14,12 +16,12 @@ from unilinattn.errors import UncoveredError
 from unilinattn.mixers import Gather
 from unilinattn.operator.stages import Branch, Chain, Matrix, Mix, Scale, Stage, walk
 from unilinattn.recording import convolutions, elementwise, joins, linear, mixing, norms, spectral
-from unilinattn.recording.compilation import Compilation
+from unilinattn.recording.compilation import Compilation, Joins
 from unilinattn.recording.keys import Keys, keys_of
 from unilinattn.recording.layout import Carried, whole
 from unilinattn.recording.nodes import Node, Position
 from unilinattn.recording.regrouping import by_row
-from unilinattn.recording.simplification import simplified
+from unilinattn.recording.simplification import simplified, with_step_weights
 
 DEEPEST = 100_000
 """Calls of Python inside each other while a module is compiled."""
@@ -41,10 +43,9 @@ def chains_of(node: Node, like: Tensor, axes: Axes, keys: Keys, *, transposed: b
     Raises `UncoveredError` with the function that is no stage.
     """
     carried, _ = _compiled(node, like, axes, keys, transposed=transposed)
-    carried = _by_token(carried.moved(carried.index.reshape(node.value.shape).movedim(axes.output, -1)))
     if not transposed and not torch.equal(carried.index.flatten(), whole(carried.shape, carried.index).flatten()):
         raise UncoveredError("values of a sequence are written into another sequence")
-    chains = {port: simplified(chain) for port, chain in carried.chains.items()}
+    chains = {port: with_step_weights(simplified(chain)) for port, chain in carried.chains.items()}
     mixers = [stage for chain in chains.values() for stage in walk(chain) if isinstance(stage, Mix)]
     has_core = any(stage.role == "core" and not isinstance(stage.mixer, Gather) for stage in mixers)
     return {port: _with_roles(chain, has_core=has_core)[0] for port, chain in chains.items()}
@@ -53,23 +54,62 @@ def chains_of(node: Node, like: Tensor, axes: Axes, keys: Keys, *, transposed: b
 def choices_of(node: Node, like: Tensor, axes: Axes, *, transposed: bool = False) -> Mapping[Position, list[int]]:
     """Return which operands of the products behind an output of a recorded run are values, by the products' calls.
 
-    Raises the errors of `chains_of`, whose arguments these are.
+    Raises the errors of `chains_of`, whose arguments these are, unless the output is no value (batch, token, channel).
     """
-    return _compiled(node, like, axes, keys_of(node), transposed=transposed)[1]
+    keys = keys_of(node)
+    try:
+        return _compiled(node, like, axes, keys, transposed=transposed)[1]
+    except UncoveredError:
+        with _deep_recursion():
+            joins = Joins(set(), by_count=False)
+            build = partial(Compilation, like, axes.inputs, transposed=transposed, keys=keys, joins=joins)
+            return _decided(node, build)[2]
 
 
 def _compiled(
     node: Node, like: Tensor, axes: Axes, keys: Keys, *, transposed: bool
 ) -> tuple[Carried, dict[Position, list[int]]]:
-    """Return the stages of a tensor with the values of the products behind it."""
+    """Return the stages of a module's output with the values of the products behind it.
+
+    Of two readings of the joins it is the one with fewer stages: where the steps of a loop over queries are read as
+    channels, more stages make tokens of them.
+    """
+    build = partial(Compilation, like, axes.inputs, transposed=transposed, keys=keys)
+    readings: list[tuple[int, Carried, dict[Position, list[int]]]] = []
+    refusals: list[UncoveredError] = []
     with _deep_recursion():
-        run = Compilation(like, axes.inputs, transposed=transposed, keys=keys, decided={})
+        for by_count in (False, True):
+            joins = Joins({node.value.numel() // node.value.shape[axes.output]}, by_count)
+            try:
+                readings.append(_reading(node, axes, partial(build, joins=joins)))
+            except UncoveredError as error:
+                refusals.append(error)
+            if not joins.are_doubtful:
+                break
+    if not readings:
+        raise refusals[0]
+    return min(readings, key=itemgetter(0))[1:]
+
+
+def _reading(
+    node: Node, axes: Axes, build: Callable[..., Compilation]
+) -> tuple[int, Carried, dict[Position, list[int]]]:
+    """Return the number of stages of a module's output, its stages, and the values of products."""
+    run, carried, values = _decided(node, build)
+    carried = _by_token(carried.moved(carried.index.reshape(node.value.shape).movedim(axes.output, -1)))
+    return run.stages(carried), carried, values
+
+
+def _decided(node: Node, build: Callable[..., Compilation]) -> tuple[Compilation, Carried, dict[Position, list[int]]]:
+    """Return a tensor's stages and the values of the products behind it, with the run that found them."""
+    run = build(decided={})
+    carried = run.value(node)
+    last = {at: numbers for at, (_, numbers) in run.choices.items()}
+    # The first step of a loop has no state yet, and its products are those of the last one.
+    if changed := {at: last[at] for at, (first, _) in run.choices.items() if first != last[at]}:
+        run = build(decided=changed)
         carried = run.value(node)
-        last = {at: numbers for at, (_, numbers) in run.choices.items()}
-        # The first step of a loop has no state yet, and its products are those of the last one.
-        if changed := {at: last[at] for at, (first, _) in run.choices.items() if first != last[at]}:
-            carried = Compilation(like, axes.inputs, transposed=transposed, keys=keys, decided=changed).value(node)
-    return carried, last
+    return run, carried, last
 
 
 def stored(chain: Chain, weights: Mapping[int, tuple[Tensor, Tensor]], like: Tensor) -> Chain:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -41,6 +42,26 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
     return decorate
 
 
+@dataclass(eq=False)
+class Joins:
+    """How entries that are joined along an axis of neither tokens nor channels are read.
+
+    Attributes:
+        counts: the numbers of tokens of the inputs and of the output, times that of sequences.
+        by_count: whether entries are tokens if they are as many as one of these, rather than by their axis.
+        are_doubtful: whether the two readings differ.
+    """
+
+    counts: set[int]
+    by_count: bool
+    are_doubtful: bool = False
+
+    def are_tokens(self, count: int, *, usual: bool) -> bool:
+        """Tell whether so many entries are tokens, which they are by their axis if it is the `usual` one."""
+        self.are_doubtful |= usual != (count in self.counts)
+        return count in self.counts if self.by_count else usual
+
+
 class Compilation:
     """The stages of the tensors of one recorded run, each compiled when it is first asked for.
 
@@ -50,6 +71,7 @@ class Compilation:
         transposed: whether inputs are (token, batch, channel).
         keys: the operands that later functions tell, by the position of the calls.
         decided: the values of products, by the position of their calls.
+        joins: how joins are read.
 
     Attributes:
         like: a tensor without elements of the operator's dtype and device.
@@ -64,10 +86,12 @@ class Compilation:
         transposed: bool,
         keys: Keys,
         decided: Mapping[Position, list[int]],
+        joins: Joins,
     ) -> None:
         self.like, self._axis, self._transposed = like.new_empty(0), axis, transposed
         self._decided = decided
         self._told = Told(keys)
+        self.joins = joins
         self.choices: dict[Position, tuple[list[int], list[int]]] = {}
         self._values: dict[int, Carried] = {}
         self._counts: dict[Branch, int] = {}
@@ -78,9 +102,15 @@ class Compilation:
             raise UncoveredError(_not_carried(node))
         if id(node) not in self._values:
             carried = self._values[id(node)] = self._compiled(node)
-            if sum(map(self._count, carried.chains.values())) > MOST:
+            if node.name == "input":
+                self.joins.counts.add(carried.shape[0] * carried.shape[1])
+            if self.stages(carried) > MOST:
                 raise UncoveredError(f"it takes more than {MOST} stages, as a loop over tokens does")
         return self._values[id(node)]
+
+    def stages(self, carried: Carried) -> int:
+        """Return the number of stages of a carried tensor, counted wherever they recur."""
+        return sum(map(self._count, carried.chains.values()))
 
     def _count(self, chain: Chain) -> int:
         """Return the number of stages of a chain, those inside of branches too."""
@@ -182,17 +212,24 @@ class Compilation:
         return frozenset((port, *token) for port, image in images for token in image.tolist())
 
     def scaled(
-        self, carried: Carried, factor: Any, role: str, *, of_value: bool = True, norm_of: int | None = None
+        self,
+        carried: Carried,
+        factor: Any,
+        role: str,
+        *,
+        of_value: bool = True,
+        norm_of: int | None = None,
+        weighs: bool = False,
     ) -> Carried:
         """Multiply a carried tensor by a frozen factor, which may depend on it, broadcast to its shape.
 
-        `of_value` and `norm_of` are those of `Scale`. In a run whose graph is kept, a gate is in the graph (see
-        `_is_live`).
+        `of_value`, `norm_of` and `weighs` are those of `Scale`. In a run whose graph is kept, a gate is in the graph
+        (see `_is_live`).
         """
         value = factor.value if role == "gate" and _is_live(factor, carried) else self.number(factor)
         factor = torch.as_tensor(value, dtype=self.like.dtype, device=self.like.device)
         carried = _broadcast(carried, factor)
-        return carried.same_elements(Scale(role, carried.layout.factor(factor), None, of_value, norm_of))
+        return carried.same_elements(Scale(role, carried.layout.factor(factor), None, of_value, norm_of, weighs))
 
     def shifted(self, carried: Carried, constant: Any) -> Carried:
         """Add a constant that is broadcast to a carried tensor's shape.

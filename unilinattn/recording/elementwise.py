@@ -13,7 +13,7 @@ from unilinattn.recording.convolutions import windows
 from unilinattn.recording.layout import Carried
 from unilinattn.recording.nodes import Node, rank_of_product
 from unilinattn.recording.regrouping import summed
-from unilinattn.recording.values import depends_on_mixed, factor_values
+from unilinattn.recording.values import depends_on_mixed, factor_values, is_weight
 from unilinattn.rules.functions import GATE, GATED_CONSTANT, GATED_FACTOR, HOMOGENEOUS, MOVING, SAME, SLOPES
 from unilinattn.rules.slopes import frozen_slope
 
@@ -111,7 +111,7 @@ def multiply(run: Compilation, node: Node, x: Any, other: Any) -> Carried:
         value, factor = (x, other) if is_carried(x) else (other, x)
         # Frozen results, such as those of a softmax, depend on tokens too.
         of_value = isinstance(factor, Node) and depends_on_mixed(factor, value)
-        return run.scaled(run.value(value), factor, "gate", of_value=of_value)
+        return run.scaled(run.value(value), factor, "gate", of_value=of_value, weighs=is_weight(factor, value))
     nodes = (x, other)
     numbers, operands = run.values(node, dict(enumerate(nodes)), ((), ()), factor_values)
     if len(numbers) > 1:
@@ -120,7 +120,8 @@ def multiply(run: Compilation, node: Node, x: Any, other: Any) -> Carried:
     value, gate = nodes[numbers[0]], nodes[1 - numbers[0]]
     # A key is no gate that shares the relevance of its value.
     factor = gate.value.detach() if operands[1 - numbers[0]].is_key else gate
-    return run.scaled(run.value(value), factor, "gate", of_value=depends_on_mixed(gate, value))
+    of_mixed, weighs = depends_on_mixed(gate, value), is_weight(gate, value)
+    return run.scaled(run.value(value), factor, "gate", of_value=of_mixed, weighs=weighs)
 
 
 @rule("addcmul")
@@ -146,7 +147,7 @@ def divide(run: Compilation, node: Node, x: Any, other: Any, *, rounding_mode: s
     if rounding_mode is not None:
         raise UncoveredError("a quotient of values that depend on the tokens is rounded")
     of_value = isinstance(other, Node) and depends_on_mixed(other, x)
-    return run.scaled(run.value(x), 1 / run.exact(other), "gate", of_value=of_value)
+    return run.scaled(run.value(x), 1 / run.exact(other), "gate", of_value=of_value, weighs=is_weight(other, x))
 
 
 @rule("masked_fill")

@@ -28,7 +28,9 @@ def pad(run: Compilation, node: Node, x: Any, pad: Sequence[int], mode: str = "c
         raise UncoveredError(f"values of the tokens are padded by {mode!r}")
     carried = run.value(x)
     for number, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
-        carried = padded(carried, carried.index.ndim - 1 - number, before, after)
+        axis = carried.index.ndim - 1 - number
+        of_tokens = _are_tokens(run, carried, axis, before + carried.index.shape[axis] + after)
+        carried = padded(carried, axis, before, after, of_tokens=of_tokens)
     if not value:
         return carried
     return run.shifted(carried, functional.pad(torch.zeros_like(x.value), tuple(pad), value=value))
@@ -39,14 +41,14 @@ def concatenate(run: Compilation, node: Node, tensors: Sequence[Any], dim: int =
     """Add the tensors, each padded by zeros where the others are."""
     axis = dim % node.value.ndim
     sizes = [(x, run.number(x).shape[axis]) for x in tensors if run.number(x).numel()]
-    return _joined(run, sizes, axis, lambda x: x, torch.cat)
+    return _joined(run, sizes, axis, lambda x: x)
 
 
 @rule("stack")
 def stack(run: Compilation, node: Node, tensors: Sequence[Any], dim: int = 0) -> Carried:
     """Add the tensors, each padded by zeros along a new axis."""
     axis = dim % node.value.ndim
-    return _joined(run, [(x, 1) for x in tensors], axis, lambda index: index.unsqueeze(axis), torch.cat)
+    return _joined(run, [(x, 1) for x in tensors], axis, lambda index: index.unsqueeze(axis), is_new=True)
 
 
 @rule("setitem")
@@ -64,7 +66,7 @@ def write(run: Compilation, node: Node, target: Any, place: Any, value: Any) -> 
         if all(isinstance(key, Tensor) for key in keys):
             terms.append(run.scaled(_scattered(run.value(value), keys, shape), written, "gate"))
         elif all(isinstance(key, (int, slice)) or key is Ellipsis for key in keys):
-            terms.append(_placed(run.value(value), keys, shape))
+            terms.append(_placed(run, run.value(value), keys, shape))
         else:
             raise UncoveredError("values of the tokens are written at places that are slices and numbers at once")
     total = terms[0] if len(terms) == 1 else summed(*terms)
@@ -120,7 +122,7 @@ def _constant(run: Compilation, value: Any, here: Tensor, place: Any, shape: tor
     return full * here
 
 
-def _placed(carried: Carried, keys: tuple[Any, ...], shape: torch.Size) -> Carried:
+def _placed(run: Compilation, carried: Carried, keys: tuple[Any, ...], shape: torch.Size) -> Carried:
     """Return a tensor at the place of slices in a tensor of zeros."""
     missing = len(shape) - sum(key is not Ellipsis for key in keys)
     before = keys.index(Ellipsis) if Ellipsis in keys else len(keys)
@@ -136,7 +138,7 @@ def _placed(carried: Carried, keys: tuple[Any, ...], shape: torch.Size) -> Carri
         if len(selected) < size:
             read = torch.full((size,), -1, device=index.device)
             read[selected] = torch.arange(len(selected), device=index.device)
-            carried = along(carried, axis, read)
+            carried = along(carried, axis, read, of_tokens=_are_tokens(run, carried, axis, size))
     return carried
 
 
@@ -145,9 +147,10 @@ def _joined(
     tensors: Sequence[tuple[Any, int]],
     axis: int,
     shaped: Callable[[Tensor], Tensor],
-    join: Callable[[list[Tensor], int], Tensor],
+    *,
+    is_new: bool = False,
 ) -> Carried:
-    """Join tensors of given sizes along an axis."""
+    """Join tensors of given sizes along an axis, which may be a new one."""
     tensors = [(tensor, size) for tensor, size in tensors if size]
     terms: list[tuple[Carried, int, int]] = []
     constants: list[Tensor] = []
@@ -163,33 +166,51 @@ def _joined(
             constants.append(shaped(tensor).detach())
         start += size
     if len(terms) == len(tensors) and all(term.chains is terms[0][0].chains for term, _, _ in terms):
-        return terms[0][0].moved(join([term.index for term, _, _ in terms], axis))
+        return terms[0][0].moved(torch.cat([term.index for term, _, _ in terms], axis))
     if len(terms) > MOST_TERMS:
         raise UncoveredError(f"it joins more than {MOST_TERMS} values, as a loop over tokens does")
     rows = any(axis in term.layout.row_axes for term, _, _ in terms)
-    sum_ = reduce(summed, (padded(term, axis, before, after, of_tokens=rows) for term, before, after in terms))
-    return run.shifted(sum_, join([c.to(run.like) for c in constants], axis))
+    are_single = all(term.index.shape[axis] == 1 for term, _, _ in terms)
+    told = rows or (_are_tokens(run, terms[0][0], axis, total, is_new=is_new) if are_single else None)
+    sum_ = reduce(summed, (padded(term, axis, before, after, of_tokens=told) for term, before, after in terms))
+    return run.shifted(sum_, torch.cat([c.to(run.like) for c in constants], axis))
 
 
-def padded(carried: Carried, axis: int, before: int, after: int, *, of_tokens: bool = False) -> Carried:
+def _are_tokens(run: Compilation, carried: Carried, axis: int, count: int, *, is_new: bool = False) -> bool | None:
+    """Whether entries that are joined along an axis of one entry are tokens, None if the axis tells.
+
+    Heads may be stacked along a new axis where tokens usually stand.
+    """
+    usual = _is_usual(carried, axis)
+    if carried.index.shape[axis] > 1 or (usual and not is_new):
+        return None
+    return run.joins.are_tokens(count * carried.layout.order.numel(), usual=usual)
+
+
+def _is_usual(carried: Carried, axis: int) -> bool:
+    """Whether tokens usually stand along an axis, and no other axis has them."""
+    return carried.layout.order.numel() == carried.shape[0] and axis == carried.index.ndim - 2
+
+
+def padded(carried: Carried, axis: int, before: int, after: int, *, of_tokens: bool | None = None) -> Carried:
     """Add zeros at both ends of an axis; negative numbers remove entries. See `along` for `of_tokens`."""
     size = carried.index.shape[axis]
     index = torch.arange(-before, size + after, device=carried.index.device)
     return along(carried, axis, index.masked_fill((index < 0) | (index >= size), -1), of_tokens=of_tokens)
 
 
-def along(carried: Carried, axis: int, index: Int[Tensor, " entry"], *, of_tokens: bool = False) -> Carried:
+def along(carried: Carried, axis: int, index: Int[Tensor, " entry"], *, of_tokens: bool | None = None) -> Carried:
     """Read entries along an axis, zeros where the index is -1.
 
-    An axis of one entry numbers tokens with `of_tokens`, or if it stands where they usually do and no other axis does.
+    An axis of one entry numbers tokens with `of_tokens`; with None if it stands where they usually do and no other axis
+    does.
     """
     if bool((index >= 0).all()):
         return carried.moved(carried.index.index_select(axis, index))
     kinds = {is_row for size, is_row in carried.layout.split[axis] if size > 1}
     if len(kinds) == 2:
         raise UncoveredError("zeros are joined along an axis of tokens and channels")
-    is_single = carried.layout.order.numel() == carried.shape[0]
-    is_row = True in kinds or (not kinds and (of_tokens or (is_single and axis == carried.index.ndim - 2)))
+    is_row = True in kinds or (not kinds and (_is_usual(carried, axis) if of_tokens is None else of_tokens))
     read = carried.moved(carried.index.index_select(axis, index.clamp_min(0)))
     layout = read.layout_with(frozenset([axis]) if is_row else frozenset())
     shape = [1] * read.index.ndim

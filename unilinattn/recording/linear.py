@@ -13,7 +13,7 @@ from unilinattn.recording.contraction import Product, contracted, joined
 from unilinattn.recording.layout import Carried, added, with_last
 from unilinattn.recording.nodes import Node
 from unilinattn.recording.spectral import real_inverse
-from unilinattn.recording.values import depends_on_mixed, summed_axes, values
+from unilinattn.recording.values import depends_on_mixed, is_weight, summed_axes, values
 from unilinattn.rules.letters import equation_letters, matmul_letters
 
 NEW = 100
@@ -62,12 +62,13 @@ def einsum(run: Compilation, node: Node, equation: Any, *operands: Any) -> Carri
     weights, letters = joined(others, of_others, {*of_value, *out}, run.like)
     if set(of_value) == set(out):
         # Nothing is summed: the others are a factor.
-        of_mixed = any(isinstance(term, Node) and depends_on_mixed(term, value) for term in terms if term is not value)
+        of_mixed = any(isinstance(term, Node) and depends_on_mixed(term, value) for term in others)
+        weighs = all(is_weight(term, value) for term in others)
         order = sorted(range(len(letters)), key=lambda axis: out.index(letters[axis]))
         factor = weights.permute(order)[tuple(slice(None) if x in letters else None for x in out)]
         carried = run.value(value)
         carried = carried.moved(carried.index.permute([of_value.index(x) for x in out]))
-        return run.scaled(carried, factor, "gate", of_value=of_mixed)
+        return run.scaled(carried, factor, "gate", of_value=of_mixed, weighs=weighs)
     return contracted(run.value(value), weights, Product(of_value, letters, out), node.value.shape)
 
 

@@ -18,7 +18,12 @@ from unilinattn.operator.scopes import has_core
 from unilinattn.operator.stages import Branch, Chain, Matrix, Mix, Scale, Stage, run
 
 
-def scaled_core(stages: Sequence[Stage], scale: Scale) -> Stage | None:
+def width(stages: Sequence[Stage], channels: int) -> int:
+    """Return the number of channels behind stages on a number of them, 0 if it is unknown."""
+    return next((stage.shape[0] for stage in reversed(stages) if isinstance(stage, Matrix)), channels)
+
+
+def scaled_core(stages: Sequence[Stage], scale: Scale, channels: int) -> Stage | None:
     """Return the last of some stages, a core, with its rows times a scale of one number for each query and head.
 
     So the weights of a softmax that divides the sum of its values are those of the core. None for other stages and
@@ -31,19 +36,55 @@ def scaled_core(stages: Sequence[Stage], scale: Scale) -> Stage | None:
         return None
     *before, last = stages
     if isinstance(last, Branch):
-        ends = [scaled_core((*before, *chain), scale) if chain else None for chain in last.chains]
+        inner = width(before, channels)
+        ends = [scaled_core(chain, scale, inner) if chain else None for chain in last.chains]
         chains = [(*chain[:-1], end) for chain, end in zip(last.chains, ends, strict=True) if end is not None]
         return replace(last, chains=tuple(chains)) if len(chains) == len(ends) else None
+    factors = _by_head(before, last, scale, width(before, channels))
+    return None if factors is None else Mix("core", Dense(factors[0] * factors[1][..., None]))
+
+
+def weighted_core(stages: Sequence[Stage], core: Stage, channels: int) -> Stage | None:
+    """Return a core with its columns times the last of the stages before it, a number for each key and head.
+
+    So the weights that multiply the values of a sum are those of the core, as are the strengths of a delta rule. None
+    for other stages: an activation is one of the values, and gates that differ by channel stay outside of the core, as
+    do the weights of copies of the values, which may be those of each query.
+    """
+    if not stages or not isinstance(scale := stages[-1], Scale) or scale.bias is not None or not scale.weighs:
+        return None
+    factors = _by_head(stages, core, scale, width(stages, channels))
+    return None if factors is None else Mix("core", Dense(factors[0] * factors[1][..., None, :]))
+
+
+def _has_copies(stages: Sequence[Stage], groups: int) -> bool:
+    """Whether some groups of the channels behind stages have the values of another group."""
+    matrix = next((stage for stage in reversed(stages) if isinstance(stage, Matrix)), None)
+    if groups == 1 or matrix is None or matrix.shape[0] % groups:
+        return False
+    return len(torch.unique(matrix.weight.reshape(groups, -1), dim=0)) < groups
+
+
+def _by_head(
+    stages: Sequence[Stage], core: Stage, scale: Scale, channels: int
+) -> tuple[Float[Tensor, "batch head query key"], Float[Tensor, "batch head token"]] | None:
+    """Return the matrix of a core and the factors of a scale for each of its heads, None if these differ by channel.
+
+    `stages` are those before the core, and `channels` is the number of channels, 0 if it is unknown.
+    """
     factor = scale.scale
-    if (weights := _weights(last)) is None or factor.requires_grad or not bool(torch.isfinite(factor).all()):
+    if (weights := _weights(core)) is None or factor.requires_grad or not bool(torch.isfinite(factor).all()):
         return None
     heads, groups = weights.shape[1], factor.shape[2]
-    channels = next((stage.shape[0] for stage in reversed(before) if isinstance(stage, Matrix)), 0)
+    every = max(heads, groups)
     # Of heads of one channel the factors differ by channel.
-    if heads % groups or (groups >= channels if channels else groups > 1):
+    if every % heads or every % groups or (groups >= channels if channels else groups > 1):
         return None
-    rows = factor.repeat_interleave(heads // groups, 2).transpose(1, 2)[..., None]
-    return Mix("core", Dense(weights * rows))
+    # A sum of tokens, such as `cumsum`, is one head until its factors differ. Those of copies are a state's channels.
+    if heads == 1 and _has_copies(stages, groups):
+        return None
+    weights = weights.repeat_interleave(every // heads, 1)
+    return weights, factor.repeat_interleave(every // groups, 2).transpose(1, 2)
 
 
 def summed_cores(branch: Branch) -> Chain:

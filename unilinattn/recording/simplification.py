@@ -1,27 +1,30 @@
 """Shorter chains of stages for the same map: tokens in another order are read by the matrix of the attention itself."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from unilinattn.mixers import Dense, Gather, Toeplitz
-from unilinattn.operator.stages import Branch, Center, Chain, Matrix, Mix, Scale, Stage
-from unilinattn.recording.parallel_cores import joined_cores, scaled_core, summed_cores
+from unilinattn.operator.scopes import has_core
+from unilinattn.operator.stages import Branch, Center, Chain, Matrix, Mix, Scale, Stage, walk
+from unilinattn.recording.parallel_cores import joined_cores, scaled_core, summed_cores, weighted_core, width
 
 
-def simplified(chain: Chain) -> Chain:
+def simplified(chain: Chain, channels: int = 0) -> Chain:
     """Return a chain whose gathers stand beside matrices of tokens, and are part of them where that is possible.
 
-    Windows of tokens are then blocks of one matrix in the order of the model's tokens.
+    Windows of tokens are then blocks of one matrix in the order of the model's tokens. `channels` is the number of the
+    chain's input channels, 0 if it is unknown.
     """
     stages: list[Stage] = []
     for stage in chain:
         if isinstance(stage, Branch):
-            branch = replace(stage, chains=tuple(simplified(inner) for inner in stage.chains))
+            branch = replace(stage, chains=tuple(simplified(inner, width(stages, channels)) for inner in stage.chains))
             for joined in (joined for summed in summed_cores(branch) for joined in _joined_heads(summed)):
-                _append(stages, joined)
+                _append(stages, joined, channels)
         else:
-            _append(stages, stage)
+            _append(stages, stage, channels)
     return tuple(stages)
 
 
@@ -29,8 +32,11 @@ def _joined_heads(stage: Stage) -> Chain:
     return joined_cores(stage) if isinstance(stage, Branch) else (stage,)
 
 
-def _append(stages: list[Stage], stage: Stage) -> None:
+def _append(stages: list[Stage], stage: Stage, channels: int) -> None:
     """Append a stage; a gather moves before stages that treat all tokens alike."""
+    while (weighted := weighted_core(stages, stage, channels)) is not None:
+        stage = weighted
+        stages.pop()
     if _is_gather(stage):
         place = len(stages)
         # A token that is read from nowhere is zero, and has no bias of an earlier stage.
@@ -44,13 +50,13 @@ def _append(stages: list[Stage], stage: Stage) -> None:
             # The first tokens of a causal convolution are its convolution of the first tokens.
             later = [first, *stages[place:]]
             del stages[place - 1 :]
-            _append(stages, stage)
+            _append(stages, stage, channels)
             stages += later
             return
     elif isinstance(stage, Matrix) and not stage.is_complex and stages and _pads(stages[-1]):
         # A matrix of channels commutes with padding, whose tokens then have its bias: tokens stay beside tokens.
         padding = stages.pop()
-        _append(stages, stage)
+        _append(stages, stage, channels)
         stages.append(padding)
         if stage.bias is not None:
             stages.append(_bias_of_padding(padding, stage))
@@ -59,7 +65,7 @@ def _append(stages: list[Stage], stage: Stage) -> None:
         (stages and _is_gather(stages[-1]) and (joined := _joined(stages[-1], stage)) is not None)
         or (isinstance(stage, Matrix) and stages and (joined := _multiplied(stages[-1], stage)) is not None)
         or (isinstance(stage, Scale) and stages and (joined := _shifted(stages[-1], stage)) is not None)
-        or (isinstance(stage, Scale) and stages and (joined := scaled_core(stages, stage)) is not None)
+        or (isinstance(stage, Scale) and stages and (joined := scaled_core(stages, stage, channels)) is not None)
     ):
         stages[-1] = joined
         return
@@ -162,3 +168,73 @@ def _shifted(first: Stage, second: Scale) -> Stage | None:
     if isinstance(first, Matrix) and first.is_complex:
         return None
     return replace(first, bias=second.bias if first.bias is None else first.bias + second.bias)
+
+
+def with_step_weights(chain: Chain, *, is_term: bool = False, is_read: bool = False) -> Chain:
+    """Return a chain in which the weights of the tokens that the steps of a loop read stand in its core.
+
+    A step is a term of a sum and reads tokens by a gather, so the weights of these stand behind it. `is_read`: whether
+    another core follows.
+    """
+    stages: list[Stage] = []
+    for number, stage in enumerate(chain):
+        followed = is_read or has_core(chain[number + 1 :])
+        if isinstance(stage, Branch) and (terms := [inner for inner in stage.chains if not _is_zero(inner)]):
+            several = is_term or (len(terms) > 1 and any(map(has_core, terms)))
+            terms = [with_step_weights(inner, is_term=several, is_read=followed) for inner in terms]
+            stages += terms[0] if len(terms) == 1 else [replace(stage, chains=tuple(terms))]
+        elif is_term and _is_gather(stage) and (stage.role == "core" or _is_step(stage)):
+            _read_before_weights(stages, stage, followed=followed)
+        else:
+            stages.append(stage)
+    if is_term and not is_read and stages and isinstance(stages[-1], Scale) and stages[-1].weighs:
+        # So are the decays of a state that is returned alone.
+        stages += _ended(stages)
+    return tuple(stages)
+
+
+def _ended(stages: Sequence[Stage]) -> Chain:
+    """Return a gather of all tokens behind stages that mix them by gathers alone, nothing behind others."""
+    mixers = [stage.mixer for stage in walk(stages) if isinstance(stage, Mix)]
+    gathers = [mixer for mixer in mixers if isinstance(mixer, Gather)]
+    if not gathers or len(gathers) < len(mixers):
+        return ()
+    batch, length = gathers[-1].index.shape
+    index = torch.arange(length, device=gathers[-1].index.device).expand(batch, -1)
+    return (Mix("core", Gather(index, length, like=gathers[-1].zeros((0,)))),)
+
+
+def _is_step(gather: Stage) -> bool:
+    """Whether a gather reads one token, as the first step of a loop does."""
+    assert isinstance(gather, Mix) and isinstance(gather.mixer, Gather)
+    return bool(((gather.mixer.index >= 0).sum(1) == 1).all())
+
+
+def _read_before_weights(stages: list[Stage], gather: Stage, *, followed: bool) -> None:
+    """Append a gather before the weights of its tokens, and another one behind them, so that the core has them."""
+    assert isinstance(gather, Mix) and isinstance(gather.mixer, Gather)
+    index, first = gather.mixer.index, len(stages)
+    while first and isinstance(scale := stages[first - 1], Scale) and scale.weighs and scale.bias is None:
+        first -= 1
+    is_real = index >= 0
+    if first == len(stages) or not bool((is_real == is_real[:1]).all()):
+        stages.append(gather)
+        return
+    rows = is_real[0].nonzero()[:, 0]
+    read, like = index[:, rows], gather.mixer.zeros((0,))
+    weights = [scale.at(read) for scale in stages[first:]]
+    stages[first:] = [Mix("core", Gather(read, gather.mixer.shape[3], like=like)), *weights]
+    if len(rows) < index.shape[1] or not followed:
+        write = torch.full_like(index, -1)
+        write[:, rows] = torch.arange(len(rows), device=index.device)
+        stages.append(Mix("core", Gather(write, len(rows), like=like)))
+
+
+def _is_zero(chain: Chain) -> bool:
+    """Whether a chain is zero, as a decay of a first state of zeros is."""
+    for stage in reversed(chain):
+        if stage.has_bias:
+            return False
+        if isinstance(stage, Scale) and not bool(stage.scale.any()):
+            return True
+    return False

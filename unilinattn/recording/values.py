@@ -11,12 +11,15 @@ from torch import Tensor
 from unilinattn.call.functions import meaning_of
 from unilinattn.recording.keys import Key, Keys
 from unilinattn.recording.nodes import Node, Position
-from unilinattn.rules.functions import GATE
+from unilinattn.rules.functions import GATE, MOVING, SAME, sums_channels
 from unilinattn.rules.letters import Letters, equation_letters, matmul_letters
 from unilinattn.rules.mixing_functions import MixingFunction
 
 PRODUCTS = ("matmul", "rmatmul", "bmm", "baddbmm", "einsum", "scaled_dot_product_attention")
 """Functions that sum the values of tokens, with weights that depend on tokens too."""
+
+SUMMING = ("cumsum", "sum", "mean", "nansum")
+"""Functions that sum along axes, such as that of tokens."""
 
 SAMPLES = 4
 """Elements of an operand of which is asked from which tokens they come."""
@@ -203,22 +206,56 @@ def depends_on_mixed(factor: Node, value: Node) -> bool:
 
     True if this is unknown, as for a value that comes from an input by another way than such a sum.
     """
-    behind, mixed, passed = [value], set[int](), {id(value)}
+    behind, mixed, passed = [(value, False)], set[int](), {(id(value), False)}
     while behind:
-        node = behind.pop()
+        node, is_summed = behind.pop()
         if isinstance(meaning_of(node.func), MixingFunction) or (node.name in PRODUCTS and len(_read(node)) > 1):
             mixed.add(id(node))
             continue
+        if node.name in SUMMING:
+            # Of tokens or of channels: a sum of tokens may be in front of it.
+            mixed.add(id(node))
+            is_summed = True
         carried = [other for other in _read(node) if other.kind == "carried"]
-        if not carried:
+        if not carried and not is_summed:
             return True
-        behind += [other for other in carried if id(other) not in passed]
-        passed.update(map(id, carried))
+        new = [other for other in carried if (id(other), is_summed) not in passed]
+        behind += [(other, is_summed) for other in new]
+        passed.update((id(other), is_summed) for other in new)
     reached, visited = [factor], {id(factor)}
     while reached:
         reached = [other for each in reached for other in _read(each) if id(other) not in visited]
         visited.update(map(id, reached))
     return not mixed.isdisjoint(visited)
+
+
+def is_weight(factor: Any, value: Node) -> bool:
+    """Tell whether a factor is a constant, or computed from the tokens otherwise than as a norm of a value is.
+
+    A norm, or an activation, reads the value's own numbers; a weight reads at most its projections.
+    """
+    sources = {id(value)}
+    while (
+        value.name in SAME | MOVING
+        and len(read := _read(value)) == 1
+        and read[0].value.shape.numel() == (value.value.shape.numel())
+    ):
+        (value,) = read
+        sources.add(id(value))
+    reached, visited = [factor] if isinstance(factor, Node) else [], set[int]()
+    while reached:
+        node = reached.pop()
+        if id(node) in sources:
+            return False
+        if id(node) not in visited and not _projects(node):
+            reached += _read(node)
+        visited.add(id(node))
+    return True
+
+
+def _projects(node: Node) -> bool:
+    """Whether a function multiplies a tensor by weights of the model."""
+    return sums_channels(node.name, node.args, lambda x: isinstance(x, Node))
 
 
 def _read(node: Node) -> list[Node]:
