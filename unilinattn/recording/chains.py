@@ -16,7 +16,7 @@ from unilinattn.errors import UncoveredError
 from unilinattn.mixers import Gather
 from unilinattn.operator.stages import Branch, Chain, Matrix, Mix, Scale, Stage, walk
 from unilinattn.recording import convolutions, elementwise, joins, linear, mixing, norms, spectral
-from unilinattn.recording.compilation import Compilation, Joins
+from unilinattn.recording.compilation import Compilation, Joins, LongError
 from unilinattn.recording.keys import Keys, keys_of
 from unilinattn.recording.layout import Carried, whole
 from unilinattn.recording.nodes import Node, Position
@@ -72,22 +72,24 @@ def _compiled(
     """Return the stages of a module's output with the values of the products behind it.
 
     Of two readings of the joins it is the one with fewer stages: where the steps of a loop over queries are read as
-    channels, more stages make tokens of them.
+    channels, more stages make tokens of them. A long loop is read once.
     """
     build = partial(Compilation, like, axes.inputs, transposed=transposed, keys=keys)
     readings: list[tuple[int, Carried, dict[Position, list[int]]]] = []
     refusals: list[UncoveredError] = []
     with _deep_recursion():
-        for by_count in (False, True):
+        for by_count in (True, False):
             joins = Joins({node.value.numel() // node.value.shape[axes.output]}, by_count)
             try:
                 readings.append(_reading(node, axes, partial(build, joins=joins)))
+            except LongError:
+                raise
             except UncoveredError as error:
                 refusals.append(error)
             if not joins.are_doubtful:
                 break
     if not readings:
-        raise refusals[0]
+        raise refusals[-1]
     return min(readings, key=itemgetter(0))[1:]
 
 

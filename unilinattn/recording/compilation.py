@@ -42,6 +42,10 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
     return decorate
 
 
+class LongError(UncoveredError):
+    """A tensor takes too many stages."""
+
+
 @dataclass(eq=False)
 class Joins:
     """How entries that are joined along an axis of neither tokens nor channels are read.
@@ -105,7 +109,7 @@ class Compilation:
             if node.name == "input":
                 self.joins.counts.add(carried.shape[0] * carried.shape[1])
             if self.stages(carried) > MOST:
-                raise UncoveredError(f"it takes more than {MOST} stages, as a loop over tokens does")
+                raise LongError(f"it takes more than {MOST} stages, as a loop over tokens does")
         return self._values[id(node)]
 
     def stages(self, carried: Carried) -> int:
