@@ -163,7 +163,7 @@ class Boxes(nn.Module):
         x = self.embedding(input_ids)
         x = x + self.attention(x, x, x, need_weights=False)[0]
         corners = self.corners(x).sigmoid()
-        refined = (corners + torch.log(corners / (1 - corners))).sigmoid()
+        refined = (corners + torch.log(corners / (1 - corners.flip(-1)))).sigmoid()
         logits = self.head(x * self.position(refined).sigmoid())
         return {"logits": logits, "boxes": refined, "both": torch.cat([logits, refined], -1)}
 

@@ -76,6 +76,9 @@ SIZES = _names("std norm vector_norm")
 SELECTING = _names("getitem index_select")
 """Functions that select entries by indices, such as the biases of the experts that a router chose."""
 
+COMPARING = _names("gt ge lt le greater greater_equal less less_equal")
+"""Functions that make masks by comparing values."""
+
 NEAREST = _names("argmin cdist pairwise_distance")
 """Functions that find the nearest entry of a codebook."""
 
