@@ -39,6 +39,15 @@ def without_largest_by_hand(x: Tensor) -> Tensor:
     return x * x.masked_fill(mask, float("-inf")).softmax(-1).detach() + torch.where(mask, values, x)
 
 
+def by_experts(x: Tensor, *, frozen: bool = False) -> Tensor:
+    weights, index = x.softmax(-1).topk(2, dim=-1)
+    out = torch.zeros_like(x)
+    for expert in range(WIDTH):
+        rows = torch.where(index == expert)
+        out[rows[:-1]] += (expert + 1) * x[rows[:-1]] * (weights.detach() if frozen else weights)[rows][..., None]
+    return out
+
+
 CASES: dict[str, tuple[Function, Function]] = {
     "expm1": (lambda x: x + 2 * torch.expm1(x), lambda x: x + 2 * sloped(torch.expm1, x)),
     "exp": (lambda x: x - x.exp(), lambda x: x - sloped(torch.exp, x, 1.0)),
@@ -92,6 +101,7 @@ CASES: dict[str, tuple[Function, Function]] = {
         lambda x: x * x.std(-1, keepdim=True).detach() + x.std(-1, keepdim=True),
     ),
     "constants without gradients": (masked, lambda x: x + x * ((masked(x) - x) / x).detach()),
+    "added at indices": (lambda x: x + by_experts(x), lambda x: x + by_experts(x, frozen=True)),
     "written at indices": (without_largest, without_largest_by_hand),
 }
 

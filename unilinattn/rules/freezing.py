@@ -245,8 +245,8 @@ class Freezing(TorchFunctionMode):
             entered = target.clone() if name in kinds.HOMOGENEOUS else target
             value = self._apply(name, function, (entered, *args), kwargs)
         rank, in_stream = self.rank(value), self.in_stream(value)
-        self._ranks.pop(target, None)
-        self._stream.pop(target, None)
+        for notes in (self._ranks, self._stream, self._factors, self._added):
+            notes.pop(target, None)
         result = self._ranked(target.copy_(value), rank)
         if in_stream:
             self.enter_stream(result)
