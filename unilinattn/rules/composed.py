@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from unilinattn.call.nested import mapped, tensors
@@ -17,7 +18,7 @@ BY_ELEMENT = (
     | kinds.HOMOGENEOUS
     | kinds.ACTIVATING
     | frozenset(["add", "sub", "subtract", "rsub", "mul", "multiply", "div", "divide", "true_divide", "rdiv"])
-    | frozenset(["neg", "negative", "pow", "rpow", "square", "sqrt", "rsqrt", "reciprocal", "log", "log2"])
+    | frozenset(["view_as", "neg", "negative", "pow", "rpow", "square", "sqrt", "rsqrt", "reciprocal", "log", "log2"])
 )
 """Functions whose output is a function of one value at each entry, if the other arguments are numbers."""
 
@@ -43,7 +44,8 @@ class Compositions:
         """Note the value that a function's result is a function of, if it is one at each entry."""
         if name not in self._names or not isinstance(result, Tensor):
             return
-        operands = [x for x in tensors((args, kwargs)) if x.numel() > 1 or x.requires_grad or self._call(x)]
+        read = args[:1] if name in kinds.LIKE else (args, kwargs)
+        operands = [x for x in tensors(read) if x.numel() > 1 or x.requires_grad or self._call(x)]
         roots = {id(root): root for root in map(self.root, operands)}
         (root,) = roots.values() if len(roots) == 1 else (None,)
         is_new = all(x is not result for x in operands)
@@ -83,6 +85,14 @@ class Compositions:
             return None
         level: Tensor | None = self.at(tensor, torch.zeros((), dtype=root.dtype, device=root.device))
         return level
+
+    def is_shifted(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Tell whether a call limits a value plus a number from above, with f(0) != 0, as hard sigmoids do."""
+        is_limit = name in kinds.LIMITS or name == "relu6"
+        if not is_limit or limits_of(name, args[1:], kwargs)[1] is None or (level := self.level(args[0])) is None:
+            return False
+        function = getattr(Tensor, name, None) or getattr(functional, name)
+        return bool(function(level, *args[1:], **kwargs).any())
 
 
 def limits_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from unilinattn.call.nested import mapped, tensors
 from unilinattn.errors import UncoveredError
 from unilinattn.rules import functions as kinds
-from unilinattn.rules.composed import Compositions, is_step, limits_of
+from unilinattn.rules.composed import Compositions, is_step
 from unilinattn.rules.forms import FORMS, as_source, carried, halved, linear_in, without_gradients
 from unilinattn.rules.freezing_functions import RULES
 from unilinattn.rules.functions import Product, name_of, opened
@@ -336,11 +336,8 @@ class Freezing(TorchFunctionMode):
         through = linear_in(x, torch.mul, (x, slope), {})
         if bool((level == 0).all()):
             rank = max(name not in kinds.LIMITS or is_step(name, args, kwargs), self.rank(x))
-            is_limit = name in kinds.LIMITS or name == "relu6"
-            if rank == 1 and is_limit and limits_of(name, args, kwargs)[1] is not None:
-                # Of a value plus a number, as in a hard sigmoid.
-                offset = self._composed.level(x)
-                rank = kinds.GATE if offset is not None and bool(func(offset, *args, **kwargs).any()) else rank
+            if rank == 1 and self._composed.is_shifted(name, (x, *args), kwargs):
+                rank = kinds.GATE
             return self._ranked(through, rank)
         return self._ranked(through + self._as_source(level, x), 2)
 

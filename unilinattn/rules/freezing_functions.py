@@ -20,6 +20,11 @@ def _addcmul(frozen: "Freezing", x: Any, first: Any, other: Any, *, value: int |
     return frozen._add(x, product, alpha=value)
 
 
+def _addcdiv(frozen: "Freezing", x: Any, first: Any, other: Any, *, value: int | float = 1) -> Tensor:
+    quotient = frozen._div(first, other) if carried((first, other)) else first / other
+    return frozen._add(x, quotient, alpha=value)
+
+
 def _lerp(frozen: "Freezing", x: Any, end: Any, weight: Any) -> Tensor:
     return frozen._add(x, frozen._mul(frozen._sub(end, x), weight))
 
@@ -52,6 +57,7 @@ def _constant_factors(frozen: "Freezing", **factors: Tensor | None) -> tuple[Any
 
 RULES: dict[str, Callable[..., Any]] = {
     "addcmul": _addcmul,
+    "addcdiv": _addcdiv,
     "lerp": _lerp,
     "scatter": _scatter,
     "pad": _pad,
