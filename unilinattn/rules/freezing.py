@@ -208,6 +208,10 @@ class Freezing(TorchFunctionMode):
         """Tell whether a tensor is the residual stream, to which layers were only added."""
         return isinstance(tensor, Tensor) and tensor in self._stream
 
+    def origin(self, tensor: Tensor) -> str | None:
+        """Return the name of the function that made a frozen factor, None for other tensors."""
+        return None if tensor.requires_grad else self._factors.get(tensor)
+
     def rank(self, tensor: Tensor) -> int | float:
         """Return 0 for a linear function of the tokens, 1 after an activation, `GATE` after one with f(0) != 0."""
         return self._ranks.get(tensor, 0) if tensor.requires_grad else 0
