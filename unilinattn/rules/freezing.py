@@ -303,7 +303,8 @@ class Freezing(TorchFunctionMode):
             return torch.div(*mapped((x, other), torch.detach), rounding_mode=rounding_mode)
         # A quotient is not linear in its divisor, which normalises: a norm, or a sum of weights.
         rank = self._gated(x, other) if carried(x) else 0
-        return self._ranked(x / (other.detach() if isinstance(other, Tensor) else other), rank)
+        other = other.detach() if isinstance(other, Tensor) else other
+        return self._ranked(x / other, rank)
 
     @_rule("rdiv")
     def _rdiv(self, x: Tensor, other: Any) -> Tensor:

@@ -1,7 +1,7 @@
 """Rules of `rules.live` for functions that multiply values by a matrix."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,11 +10,8 @@ from torch.nn import functional
 from unilinattn.mixers.base import checked_factors
 from unilinattn.rules.forms import carried
 
-if TYPE_CHECKING:
-    from unilinattn.rules.live import Live
 
-
-def _addmm(mode: "Live", func: Any, *args: Any, **kwargs: Any) -> Tensor:
+def _addmm(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
     names = ("input", "mat1", "mat2", "batch1", "batch2")
     x, left, right = (*args, *(kwargs.pop(name) for name in names if name in kwargs))
     if not (carried(left) and carried(right)):
@@ -24,7 +21,7 @@ def _addmm(mode: "Live", func: Any, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _attention(
-    mode: "Live",
+    mode: Any,
     func: Any,
     query: Tensor,
     key: Tensor,
@@ -32,7 +29,7 @@ def _attention(
     attn_mask: Tensor | None = None,
     *args: Any,
     **kwargs: Any,
-) -> Tensor:
+) -> Any:
     # Scores are linear in the query and in the key, which share the matrix; a mask that is added to them has all of it.
     part = 0.5 if query.requires_grad and key.requires_grad else 1.0
     query, key = (mode._weighted(x, "matrix", part) if x.requires_grad else x for x in (query, key))
@@ -43,19 +40,19 @@ def _attention(
 
 
 # One of torch's arguments is called `mode`.
-def _grid_sample(live: "Live", func: Any, /, input: Tensor, grid: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _grid_sample(live: Any, func: Any, /, input: Tensor, grid: Tensor, *args: Any, **kwargs: Any) -> Any:
     if input.requires_grad and grid.requires_grad:
         input, grid = live._weighted(input, "values"), live._weighted(grid, "matrix")
     return functional.grid_sample(input, grid, *args, **kwargs)
 
 
-def _solve(mode: "Live", func: Any, matrix: Tensor, x: Tensor, **options: Any) -> Tensor:
+def _solve(mode: Any, func: Any, matrix: Tensor, x: Tensor, **options: Any) -> Any:
     if matrix.requires_grad and x.requires_grad:
         matrix, x = mode._weighted(matrix, "matrix"), mode._weighted(x, "values")
     return func(matrix, x, **options)
 
 
-def _factors(mode: "Live", func: Any, **factors: Tensor | None) -> tuple[Any, ...]:
+def _factors(mode: Any, func: Any, **factors: Tensor | None) -> tuple[Any, ...]:
     live = {name: factor for name, factor in factors.items() if factor is not None and factor.requires_grad}
     # The matrix is linear in the query and in the key, and in a scale of the key such as the step size.
     keys = live.keys() & {"key", "key_scale"}
