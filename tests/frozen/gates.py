@@ -44,6 +44,12 @@ def written(x: Tensor) -> Tensor:
     return out
 
 
+def rectified(x: Tensor) -> Tensor:
+    out = x.clone()
+    out[out < 0] = 0
+    return out
+
+
 def filled(x: Tensor) -> Tensor:
     return torch.empty_like(x).copy_(x).mul_(1.5)
 
@@ -74,6 +80,15 @@ def frozen_gate_of(function: Callable[[Tensor], Tensor]) -> Case:
     return Case(lambda g, u, o: function(g) * u, constant_gate, constant_gate)
 
 
+def shared_values(function: Callable[[Tensor], Tensor], form: Callable[[Tensor], Tensor] | None = None) -> Case:
+    """Return the case of a function that is no activation: its product with a value is shared by both rules."""
+
+    def halves(g: Tensor, u: Tensor, o: Tensor) -> Tensor:
+        return share((form or function)(g), u)
+
+    return Case(lambda g, u, o: function(g) * u, halves, halves)
+
+
 def shared_by(live: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Case:
     """Return the case of two activated factors, which share the relevance by both rules."""
 
@@ -100,6 +115,27 @@ CASES = {
     "relu as a limit": gate_of(lambda g: g.clamp(min=0), relu),
     "relu as a limit in place": gate_of(lambda g: g.clone().clamp_(0), relu),
     "relu as a maximum": gate_of(lambda g: torch.maximum(torch.zeros((), dtype=g.dtype), g), relu),
+    "relu as a mask": gate_of(lambda g: g * (g > 0), relu),
+    "relu as a mask of numbers": gate_of(lambda g: (g >= 0).to(g.dtype) * g, relu),
+    "relu as a choice": gate_of(lambda g: torch.where(g > 0, g, 0.0), relu),
+    "relu as a fill": gate_of(lambda g: g.masked_fill(g < 0, 0.0), relu),
+    "relu as written zeros": gate_of(rectified, relu),
+    "leaky relu as a choice": gate_of(
+        lambda g: torch.where(g > 0, g, 0.2 * g), lambda g: torch.where(g > 0, g, 0.2 * g)
+    ),
+    "square of a mask": gate_of(lambda g: (g * (g > 0)) ** 2, lambda g: relu(g) * relu(g).detach()),
+    "mask of tokens": shared_values(lambda g: g * (g.sum(-1, keepdim=True) > 0)),
+    "limits of a size": shared_values(lambda g: g.clamp(-0.2, 0.3), lambda g: sloped(lambda x: x.clamp(-0.2, 0.3), g)),
+    "hard sigmoid as limits": frozen_gate_of(lambda g: (g / 6 + 0.5).clamp(0, 1)),
+    "hard sigmoid as a clip": frozen_gate_of(lambda g: torch.clip(0.2 * g + 0.5, min=0, max=1)),
+    "hard sigmoid as a hardtanh": frozen_gate_of(lambda g: functional.hardtanh(g / 6 + 0.5, 0, 1)),
+    "hard sigmoid as one limit after the other": frozen_gate_of(lambda g: (g / 6 + 0.5).clamp(min=0).clamp(max=1)),
+    "hard sigmoid in place": frozen_gate_of(lambda g: functional.relu6(g + 3, inplace=True) / 6),
+    "step from zero": gate_of(lambda g: g.clamp(0, 0.3), lambda g: sloped(lambda x: x.clamp(0, 0.3), g)),
+    "hard swish": gate_of(lambda g: g * functional.relu6(g + 3) / 6, lambda g: g * functional.hardsigmoid(g).detach()),
+    "silu as a quotient": gate_of(lambda g: g / (1 + torch.exp(-g)), silu),
+    "silu as a product": gate_of(lambda g: g * (1 + torch.exp(-g)).reciprocal(), silu),
+    "softsign as a quotient": gate_of(lambda g: g / (1 + g.abs()), lambda g: g / (1 + g.abs()).detach()),
     "maximum with another constant": Case(
         lambda g, u, o: torch.maximum(g, LEVEL) * u,
         lambda g, u, o: share(torch.maximum(g, LEVEL), u),

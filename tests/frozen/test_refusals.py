@@ -163,7 +163,7 @@ class Boxes(nn.Module):
         x = self.embedding(input_ids)
         x = x + self.attention(x, x, x, need_weights=False)[0]
         corners = self.corners(x).sigmoid()
-        refined = (corners + torch.log(corners / (1 - corners))).sigmoid()
+        refined = (corners + torch.log(corners / (1 - corners.flip(-1)))).sigmoid()
         logits = self.head(x * self.position(refined).sigmoid())
         return {"logits": logits, "boxes": refined, "both": torch.cat([logits, refined], -1)}
 
@@ -388,10 +388,14 @@ class Ending(Inline):
         (lambda y: y.softmax(-1), "returns probabilities, .* return its logits, the values before the softmax"),
         (lambda y: y.mean(1).softmax(-1), "returns probabilities"),
         (lambda y: y.log_softmax(-1), "returns log probabilities, .* before the log_softmax"),
-        (lambda y: y.softmax(-1) * 2, r"depends on its tokens\."),
+        (lambda y: y.softmax(-1) * 2, "a result of 'softmax', which is a constant of the frozen run"),
+        (lambda y: y.logsumexp(1), "a result of 'logsumexp', .* take method='input_x_gradient' or method='knockout'"),
+        (lambda y: y.exp().mean(1).log(), "return the values before 'exp'"),
+        (lambda y: (y**3).mean(1) ** (1 / 3), "a result of 'pow'"),
+        (lambda y: torch.ones_like(y), r"depends on its tokens\."),
     ],
 )
-def test_a_model_that_returns_probabilities_is_told_to_return_logits(
+def test_a_model_that_returns_constants_of_the_frozen_run_is_told_so(
     end: Callable[[Tensor], Tensor], message: str
 ) -> None:
     with pytest.raises(UncoveredError, match=message):

@@ -65,6 +65,7 @@ class FrozenPass(TokenPass):
         streams: the stream that enters each layer's numbered block, None without one.
         last_stream: the stream after the last sum, None if the layers are not all added to one.
         sources: the constants with the path of the module that added them.
+        origins: for each tensor of the output the function that made it a frozen factor, None for others.
         shared: names of functions that multiplied two factors of equal rank, each of which got half.
         suspect: the first module whose output has other tangents than values; for a `whole` pass.
 
@@ -84,6 +85,7 @@ class FrozenPass(TokenPass):
         self.sources: list[tuple[str, Tensor]] = []
         self.shared: frozenset[str] = frozenset()
         self.suspect: str | None = None
+        self.origins: list[str | None] = []
         self._without_operator = without_operator(spec.layers)
         recorded = (layer for layer in self._without_operator if layer.architecture == UNREGISTERED)
         self._choices = {layer: choices_in(layer) for layer in recorded}
@@ -117,6 +119,7 @@ class FrozenPass(TokenPass):
         self.shared = frozenset(mode.shared)
         if mode.last_sum is not None and mode.in_stream(mode.last_sum):
             self.last_stream = Stream(mode.last_sum, forward_ad.unpack_dual(mode.last_sum).tangent)
+        self.origins = list(map(mode.origin, tensors(output)))
         tangents = mapped(output, _tangent)
         # A view of a parameter requires a gradient again after the run.
         values = mapped(output, lambda t: forward_ad.unpack_dual(t).primal if t.requires_grad else t.detach())

@@ -221,7 +221,7 @@ class FrozenRun(TokenRun):
         return biases(scalar, run.sources, self._layers, run.outputs, entries)
 
     def _linearized(self, target: Any, logit: Logit, run: FrozenPass) -> Linearized:
-        return linearized(run.output, run.tangents, self._spec.scalar(target, logit))
+        return linearized(run.output, run.tangents, self._spec.scalar(target, logit), run.origins)
 
     @runs_in_gradient_mode(True)
     def gradients(self, edges: Sequence[GradientEdge], target: Any = -1, logit: Logit = None) -> tuple[Tensor, ...]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from unilinattn.call.nested import mapped, tensors
 from unilinattn.errors import UncoveredError
+from unilinattn.frozen.refusals import without_shares
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.token_streams import key_slots, stream_read, streams_read, token_streams
 
@@ -20,9 +22,6 @@ rounding to float32 leaves three digits of."""
 
 OF_ROWS = 1e-2
 """Largest difference of slopes, relative to the largest of them, at rows that only one scalar depends on."""
-
-OF_SUM = 1e-2
-"""Largest distance from 1 of the sum of probabilities in half precision."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,8 +171,15 @@ class Linearized(NamedTuple):
         return torch.autograd.grad(self.outputs, inputs, slopes, retain_graph=True, allow_unused=True)
 
 
-def linearized(output: Any, tangents: Any, choose: Callable[[Any], Float[Tensor, " batch"]]) -> Linearized:
+def linearized(
+    output: Any,
+    tangents: Any,
+    choose: Callable[[Any], Float[Tensor, " batch"]],
+    origins: Sequence[str | None] = (),
+) -> Linearized:
     """Return the first-order part of the scalar that `choose` returns from an output.
+
+    `origins` names the function that made each tensor of the output that is a frozen factor.
 
     Raises `UncoveredError` if it does not depend on a tensor of the output that depends on tokens, or if the rows of
     this tensor are not those of the sequences in turn.
@@ -190,11 +196,9 @@ def linearized(output: Any, tangents: Any, choose: Callable[[Any], Float[Tensor,
     terms = [(s, v, c) for s, v, c in zip(slopes, values, constants, strict=True) if s is not None]
     reached = [(s, v) for s, v, _ in terms if v.requires_grad]
     if not reached:
-        read = [value.detach() for slope, value in zip(slopes, values, strict=True) if slope is not None]
-        raise UncoveredError(
-            "the scalar does not depend on an output of the model that depends on its tokens"
-            + next(filter(None, map(_of_softmax, read)), ".")
-        )
+        made = [name for name, t in zip(origins, tensors(output), strict=False) if t.is_floating_point()]
+        read = [(v.detach(), name) for slope, v, name in zip_longest(slopes, values, made) if slope is not None]
+        raise UncoveredError(without_shares(read))
     value = value.detach().double()
     count, none = len(value), torch.zeros_like(value)
     linear = sum((_by_sequence(s * v.detach(), count) for s, v, _ in terms), none)
@@ -225,22 +229,6 @@ def _require_rows_in_turn(
                 f"the scalar of one of {len(value)} sequences depends on rows of an output of shape "
                 f"{tuple(slope.shape)} that are not those of this sequence in turn; explain one sequence at a time."
             )
-
-
-def _of_softmax(value: Tensor) -> str:
-    """Return the clause of a refusal on an output of probabilities or their logarithms, empty for other outputs."""
-    if value.ndim < 2 or value.shape[-1] < 2:
-        return ""
-    total, log_total = (each.double().sum(-1) for each in (value, value.exp()))
-    is_p = bool((value >= 0).all() and ((total - 1).abs() < OF_SUM).all())
-    if not is_p and not bool(((log_total - 1).abs() < OF_SUM).all()):
-        return ""
-    name, function = ("probabilities", "softmax") if is_p else ("log probabilities", "log_softmax")
-    return (
-        f": it returns {name}, and the result of a {function} is a constant of the frozen run, like the weights of "
-        "attention, so no token has a share of it. Let the model return its logits, the values before the "
-        f"{function}."
-    )
 
 
 def block_streams(layers: Sequence[Layer], streams: Sequence[Stream | None], keys: int) -> list[Stream]:

@@ -23,6 +23,7 @@ from unilinattn.operator.stages import WHOLE, Chain, Stage
 from unilinattn.recording.keys import Keys, position
 from unilinattn.recording.nodes import ATTENTION, GATED, OF_ONE_VALUE, SUMS, Position, is_zero
 from unilinattn.recording.values import Operand, Token, Told, factor_values, summed_axes, values
+from unilinattn.rules.composed import Compositions
 from unilinattn.rules.forms import FORMS, carried, memory_of
 from unilinattn.rules.freezing import Freezing
 from unilinattn.rules.functions import (
@@ -179,6 +180,8 @@ class _LayerFreezing(Freezing):
         super().__init__(lambda: type(module).__name__, lambda func, args, result: result)
         self._sources, self._decided = sources, decided
         self._told = Told(keys)
+        # The graph of a recording has no functions that are composed of others.
+        self._composed = Compositions(())
         # The first and the last choice of the values of a product.
         self.choices: dict[_Call, tuple[list[int], list[int]]] = {}
         self.memory = memory_of(module)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from unilinattn.rules.functions import (
+    COMPARING,
     GATE,
     GATED_CONSTANT,
     GATED_FACTOR,
@@ -150,6 +151,9 @@ def rank_of(name: str, nodes: list[Node], args: tuple[Any, ...]) -> int | float:
     if name in ("add", "sub", "rsub") and len(nodes) == 1 and _is_activation(nodes[0]) and not _adds_zero(args):
         # An activation plus a constant, such as 1 + tanh, is one with f(0) != 0.
         return GATE
+    if name in ("where", "masked_fill"):
+        mask = args[name == "masked_fill"] if len(args) > 1 else None
+        return max(rank, int(any(node.kind == "carried" and is_mask_of(mask, node.value) for node in nodes)))
     if name in TERMS:
         terms = [[x for x in factors if x is not None] for factors in TERMS[name](*args)]
         return rank_of_sum(map(rank_of_product, filter(_carries, terms)))
@@ -162,6 +166,13 @@ def rank_of(name: str, nodes: list[Node], args: tuple[Any, ...]) -> int | float:
         # A first state of zeros stays zero.
         return 0 if any(isinstance(x, Tensor) and is_zero(x) for x in _entries(args)) else rank
     return min(rank, GATED)
+
+
+def is_mask_of(mask: Any, value: Tensor) -> bool:
+    """Tell whether a factor is a mask that a comparison of values made for each entry of a tensor."""
+    while isinstance(mask, Node) and mask.name in SAME:
+        mask = next(nodes_in((mask.args, mask.kwargs)), None)
+    return isinstance(mask, Node) and mask.name in COMPARING and mask.value.numel() == value.numel()
 
 
 def _is_argument(node: Node) -> bool:
@@ -190,7 +201,7 @@ def rank_of_product(factors: list[Any]) -> int | float:
             # A first state of zeros stays zero.
             return 0
         if ranks[0] < GATE:
-            return ranks[0]
+            return max(ranks[0], int(any(is_mask_of(x, carried[0].value) for x in factors)))
         if any(isinstance(x, Node) and x.kind == "factor" and _is_argument(x) for x in factors):
             return GATED_FACTOR
         return GATED_CONSTANT if any(x.ndim for x in constants) else ranks[0]

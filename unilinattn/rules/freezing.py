@@ -8,7 +8,7 @@ on the tokens, so it is no source: it may multiply a carried tensor. Where it is
 has its slope, and adding another factor is an error.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,15 +20,16 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from unilinattn.call.nested import mapped, tensors
 from unilinattn.errors import UncoveredError
-from unilinattn.mixers.base import checked_factors
 from unilinattn.rules import functions as kinds
+from unilinattn.rules.composed import Compositions, is_step
 from unilinattn.rules.forms import FORMS, as_source, carried, halved, linear_in, without_gradients
+from unilinattn.rules.freezing_functions import RULES
 from unilinattn.rules.functions import Product, name_of, opened
 from unilinattn.rules.letters import value_among, wide_letters
 from unilinattn.rules.refusals import added_factor, is_stopped_by_host
 from unilinattn.rules.slopes import frozen_slope
 
-_RULES: dict[str, Callable[..., Any]] = {}
+_RULES: dict[str, Callable[..., Any]] = dict(RULES)
 
 
 def _rule(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -66,6 +67,7 @@ class Freezing(TorchFunctionMode):
         self._ranks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._factors: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._added: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._composed = Compositions()
         self.shared: set[str] = set()
         self.last_sum: Tensor | None = None
         self.memory: frozenset[int] = frozenset()
@@ -99,36 +101,42 @@ class Freezing(TorchFunctionMode):
         if name in kinds.LIKE:
             # Of the other arguments only the shape or the dtype matters.
             args, kwargs = (args[0], *mapped(args[1:], torch.detach)), mapped(kwargs, torch.detach)
-        added: Callable[[], Tensor] | None = None
+        added: Callable[[Tensor], Tensor] | None = None
         if (carried(args) or carried(kwargs)) and not torch.is_grad_enabled() and not in_place and name != "setitem":
             result, origin = func(*mapped(args, torch.detach), **mapped(kwargs, torch.detach)), origin or name
         elif carried(args) or carried(kwargs):
             result, origin = self._carry(name, func, args, kwargs, in_place=in_place), origin or name
-            if name in kinds.ACTIVATING | kinds.SIZES:
-                added = partial(self._activated, name, func, args, kwargs)
+            is_activation = name in kinds.ACTIVATING | kinds.SIZES
+            added = partial(self._activated if is_activation else self._of_added, name, func, args, kwargs)
         else:
             result = self._mark(func, args, func(*args, **kwargs))
             # A cast to the same dtype returns its argument.
             if not in_place and all(t is not result for t in factors) and any(t in self._added for t in factors):
                 added = partial(self._of_added, name, func, args, kwargs)
+        if origin is not None and not in_place:
+            self._composed.follow(name, func, args, kwargs, result)
         if origin is not None and name not in kinds.NEW:
+            origin = name if name in kinds.COMPARING else origin
             for tensor in tensors(args[:1] if name == "setitem" else result):
                 if not tensor.requires_grad:
                     self._factors[tensor] = origin
-                    if added is not None and isinstance(result, Tensor):
+                    if added is not None and isinstance(result, Tensor) and result.is_floating_point():
                         self._added[tensor] = added
         return result
 
-    def _activated(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+    def _activated(self, name: str, func: Any, args: Any, kwargs: Any, factor: Tensor) -> Any:
         """Return a factor as an activation of carried values."""
         if name in kinds.SIZES:
             return self._ranked(func(*args, **kwargs), 1)
         return self._slope(name, func, *args, **kwargs)
 
-    def _of_added(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return a function of factors as one of activations."""
-        args, kwargs = mapped((args, kwargs), lambda t: self._added[t]() if t in self._added else t)
-        return self._apply(name, func, args, dict(kwargs))
+    def _of_added(self, name: str, func: Any, args: Any, kwargs: Any, factor: Tensor) -> Any:
+        """Return a function of factors or values as an activation of one value, or else of activations."""
+        level = self._composed.level(factor)
+        if level is not None and bool(level.isfinite().all()):
+            return self._slope("", partial(self._composed.at, factor), self._composed.root(factor))
+        args, kwargs = mapped((args, kwargs), lambda t: self._added[t](t) if t in self._added else t)
+        return self._apply(name, func, args, dict(kwargs)) if carried((args, kwargs)) else factor
 
     def _carry(
         self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, in_place: bool
@@ -145,8 +153,8 @@ class Freezing(TorchFunctionMode):
 
     def _source(self, value: Any, like: Tensor) -> Any:
         """Return a constant as a source, and a factor as an activation, or else with an error in its gradient."""
-        if isinstance(value, Tensor) and value in self._added:
-            return self._added[value]()
+        if isinstance(value, Tensor) and value in self._added and carried(added := self._added[value](value)):
+            return added
         source = self._as_source(value, like)
         if isinstance(value, Tensor) and value.is_floating_point() and value in self._factors and value.any():
             return added_factor(source, like, self._where(), self._factors[value])
@@ -169,6 +177,7 @@ class Freezing(TorchFunctionMode):
             args, kwargs = mapped((args, kwargs), lambda tensor: self._source(tensor, like))
             if name == "where":
                 args = (args[0], *(self._source(value, like) for value in args[1:]))
+                rank = self._masked(rank, args[0], like)
             return self._ranked(func(*args, **kwargs), rank)
         if name in kinds.HOMOGENEOUS:
             return self._ranked(func(*args, **kwargs), max(rank, 1))
@@ -199,9 +208,26 @@ class Freezing(TorchFunctionMode):
         """Tell whether a tensor is the residual stream, to which layers were only added."""
         return isinstance(tensor, Tensor) and tensor in self._stream
 
+    def origin(self, tensor: Tensor) -> str | None:
+        """Return the name of the function that made a frozen factor, None for other tensors."""
+        return None if tensor.requires_grad else self._factors.get(tensor)
+
     def rank(self, tensor: Tensor) -> int | float:
         """Return 0 for a linear function of the tokens, 1 after an activation, `GATE` after one with f(0) != 0."""
         return self._ranks.get(tensor, 0) if tensor.requires_grad else 0
+
+    def _masked(self, rank: int | float, mask: Any, x: Any) -> int | float:
+        """Return the rank of values behind a mask: an activation, if a comparison of values tells it for each."""
+        compares = isinstance(mask, Tensor) and self._factors.get(mask) in kinds.COMPARING
+        return max(rank, 1) if compares and mask.numel() == x.numel() else rank
+
+    def _gated(self, x: Tensor, factor: Any) -> int | float:
+        """Return the rank of values times or over a frozen factor, which may make an activation of them."""
+        rank = self._masked(self.rank(x), factor, x)
+        if not isinstance(factor, Tensor) or factor.numel() != x.numel():
+            return rank
+        is_function = factor is not x and self._composed.root(factor) is self._composed.root(x)
+        return max(rank, 1) if is_function or (rank < 1 and self.rank(factor) >= 1) else rank
 
     def _ranked(self, result: Any, rank: int | float) -> Any:
         if rank:
@@ -223,8 +249,8 @@ class Freezing(TorchFunctionMode):
             entered = target.clone() if name in kinds.HOMOGENEOUS else target
             value = self._apply(name, function, (entered, *args), kwargs)
         rank, in_stream = self.rank(value), self.in_stream(value)
-        self._ranks.pop(target, None)
-        self._stream.pop(target, None)
+        for notes in (self._ranks, self._stream, self._factors, self._added):
+            notes.pop(target, None)
         result = self._ranked(target.copy_(value), rank)
         if in_stream:
             self.enter_stream(result)
@@ -234,6 +260,7 @@ class Freezing(TorchFunctionMode):
         if not target.requires_grad:
             target.copy_(self._source(target, target))  # The elements that are not written stay constants.
         rank = max(self.rank(target), self.rank(value) if isinstance(value, Tensor) else 0)
+        rank = self._masked(rank, index, target)
         func(target, index, self._source(value, target))
         self._stream.pop(target, None)
         self._ranked(target, rank)
@@ -275,21 +302,13 @@ class Freezing(TorchFunctionMode):
         if rounding_mode is not None:
             return torch.div(*mapped((x, other), torch.detach), rounding_mode=rounding_mode)
         # A quotient is not linear in its divisor, which normalises: a norm, or a sum of weights.
+        rank = self._gated(x, other) if carried(x) else 0
         other = other.detach() if isinstance(other, Tensor) else other
-        return self._ranked(x / other, self.rank(x) if isinstance(x, Tensor) else 0)
+        return self._ranked(x / other, rank)
 
     @_rule("rdiv")
     def _rdiv(self, x: Tensor, other: Any) -> Tensor:
         return self._div(other, x)
-
-    @_rule("addcmul")
-    def _addcmul(self, x: Any, first: Any, other: Any, *, value: int | float = 1) -> Tensor:
-        product = self._mul(first, other) if carried((first, other)) else first * other
-        return self._add(x, product, alpha=value)
-
-    @_rule("lerp")
-    def _lerp(self, x: Any, end: Any, weight: Any) -> Tensor:
-        return self._add(x, self._mul(self._sub(end, x), weight))
 
     @_rule("square")
     def _square(self, x: Tensor) -> Tensor:
@@ -305,21 +324,9 @@ class Freezing(TorchFunctionMode):
     @_rule("masked_fill")
     def _masked_fill(self, x: Any, mask: Tensor, value: Any) -> Tensor:
         like = x if carried(x) else value
-        return self._ranked(torch.where(mask, self._source(value, like), self._source(x, like)), self.rank(like))
-
-    @_rule("scatter")
-    def _scatter(self, x: Tensor, dim: int, index: Tensor, src: Any = None, *, value: Any = None) -> Tensor:
-        mask = torch.zeros_like(x, dtype=torch.bool).scatter(dim, index, True)
-        if isinstance(src, Tensor):
-            src = torch.zeros_like(x).scatter(dim, index, self._source(src, x if carried(x) else src))
-        return self._masked_fill(x, mask, value if src is None else src)
-
-    @_rule("pad")
-    def _pad(self, x: Tensor, pad: Sequence[int], mode: str = "constant", value: int | float | None = None) -> Tensor:
-        padded = functional.pad(x, pad, mode=mode)
-        if value:
-            padded = padded + self._as_source(functional.pad(torch.zeros_like(x), pad, value=value), x)
-        return self._ranked(padded, self.rank(x))
+        return self._ranked(
+            torch.where(mask, self._source(value, like), self._source(x, like)), self._masked(self.rank(like), mask, x)
+        )
 
     @_rule("addmm", "baddbmm")
     def _addmm(self, x: Any, left: Tensor, other: Tensor, *, beta: int | float = 1, alpha: int | float = 1) -> Tensor:
@@ -328,22 +335,15 @@ class Freezing(TorchFunctionMode):
         product = self._bilinear("matmul", torch.matmul, (left, other), {}) if carried((left, other)) else left @ other
         return self._add(x * beta if beta != 1 else x, product, alpha=alpha)
 
-    @_rule("glu")
-    def _glu(self, x: Tensor, dim: int = -1) -> Tensor:
-        value, gate = x.chunk(2, dim)
-        return self._ranked(value * torch.sigmoid(gate.detach()), 1)
-
-    @_rule("checked_factors")
-    def _constant_factors(self, **factors: Tensor | None) -> tuple[Any, ...]:
-        # The matrix of a token mixer is a frozen factor as a whole.
-        return checked_factors(**mapped(factors, torch.detach))
-
     def _slope(self, name: str, func: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         args, kwargs = mapped((args, kwargs), torch.detach)
         slope, level = frozen_slope(name, lambda point: func(point, *args, **kwargs), x.detach())
         through = linear_in(x, torch.mul, (x, slope), {})
-        if bool(level == 0):
-            return self._ranked(through, max(name not in kinds.LIMITS, self.rank(x)))
+        if bool((level == 0).all()):
+            rank = max(name not in kinds.LIMITS or is_step(name, args, kwargs), self.rank(x))
+            if rank == 1 and self._composed.is_shifted(name, (x, *args), kwargs):
+                rank = kinds.GATE
+            return self._ranked(through, rank)
         return self._ranked(through + self._as_source(level, x), 2)
 
     def _affine(self, func: Callable[..., Tensor], position: int, args: Any, kwargs: Any) -> Tensor:
@@ -373,7 +373,8 @@ class Freezing(TorchFunctionMode):
     def _product(self, name: str, func: Callable[..., Tensor], x: Any, other: Any) -> Tensor:
         if not (carried(x) and carried(other)):
             live = x if carried(x) else other
-            return self._ranked(linear_in(live, func, (x, other), {}), self.rank(live))
+            rank = self._gated(live, other if live is x else x)
+            return self._ranked(linear_in(live, func, (x, other), {}), rank)
         if x is other:
             return self._square(x)
         ranks = self.rank(x), self.rank(other)

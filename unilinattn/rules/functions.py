@@ -28,7 +28,7 @@ LINEAR = _names("""
 """)
 """Functions that are linear in their only carried argument: shapes, casts, selections, sums, inactive dropout."""
 
-COMPOSITE = _names("multi_head_attention_forward cosine_similarity")
+COMPOSITE = _names("multi_head_attention_forward cosine_similarity var_mean std_mean")
 """Functions of which the functions that they call are seen (see `opened`)."""
 
 LIKE = _names("view_as reshape_as expand_as type_as to")
@@ -61,7 +61,8 @@ JOINING = _names(
 
 FACTORS = _names("""
     softmax log_softmax exp expm1 softplus log log1p log2 sqrt rsqrt var std var_mean std_mean norm vector_norm
-    logsumexp logaddexp logcumsumexp topk reciprocal prod cumprod rpow cross_entropy nll_loss mse_loss
+    linalg_vector_norm linalg_norm logsumexp logaddexp logcumsumexp topk reciprocal prod cumprod rpow
+    cross_entropy nll_loss mse_loss
     binary_cross_entropy_with_logits polar acos arccos cos cosh cdist pairwise_distance inverse linalg_inv linalg_pinv
     matrix_exp linalg_matrix_exp
 """)
@@ -70,11 +71,14 @@ FACTORS = _names("""
 ACTIVATING = _names("exp expm1 softplus log1p")
 """Functions among `FACTORS` that are activations of one value where their output is added to values."""
 
-SIZES = _names("std norm vector_norm")
+SIZES = _names("std norm vector_norm linalg_vector_norm linalg_norm")
 """Functions among `FACTORS` with f(a x) = a f(x) for a > 0, whose derivative is the frozen slope of what is added."""
 
 SELECTING = _names("getitem index_select")
 """Functions that select entries by indices, such as the biases of the experts that a router chose."""
+
+COMPARING = _names("gt ge lt le greater greater_equal less less_equal")
+"""Functions that make masks by comparing values."""
 
 NEAREST = _names("argmin cdist pairwise_distance")
 """Functions that find the nearest entry of a codebook."""
@@ -167,6 +171,8 @@ def opened(name: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any
     `maximum(x, zeros)`, which are `relu`. `name` is the function's (see `name_of`).
     """
     if name in COMPOSITE:
+        if name in _MOMENTS:
+            return partial(_moments, _MOMENTS[name], *args, **kwargs)
         function = cosine_similarity if name == "cosine_similarity" else _opened(func)
         return partial(function, *args, **kwargs)
     x = _rectified(name, args, kwargs)
@@ -178,6 +184,25 @@ def _opened(func: Any) -> Any:
     opened = FunctionType(func.__code__, functions, func.__name__, func.__defaults__, func.__closure__)
     opened.__kwdefaults__ = func.__kwdefaults__
     return opened
+
+
+_MOMENTS = {"var_mean": torch.var, "std_mean": torch.std}
+
+
+def _moments(
+    spread: Callable[..., Tensor],
+    input: Tensor,
+    dim: Any = None,
+    unbiased: bool = True,
+    keepdim: bool = False,
+    *,
+    correction: int | float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return a variance or a deviation, and the mean, which is linear."""
+    # var_mean(x, False) has no axes.
+    dim, unbiased = (None, dim) if isinstance(dim, bool) else (dim, unbiased)
+    correction = int(unbiased) if correction is None else correction
+    return spread(input, dim, correction=correction, keepdim=keepdim), torch.mean(input, dim, keepdim=keepdim)
 
 
 def _rectified(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:

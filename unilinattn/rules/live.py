@@ -14,6 +14,7 @@ Source: Achtibat et al., "AttnLRP: attention-aware layer-wise relevance propagat
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,11 +26,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from unilinattn.call.functions import meaning_of
 from unilinattn.call.nested import mapped, tensors
 from unilinattn.errors import UncoveredError
-from unilinattn.mixers.base import checked_factors
 from unilinattn.rules import functions as kinds
+from unilinattn.rules.composed import Compositions, is_step
 from unilinattn.rules.forms import FORMS, carried
 from unilinattn.rules.functions import name_of, opened
 from unilinattn.rules.live_functions import Derivative, Paths, differentiated
+from unilinattn.rules.live_mixing import MIXING
 from unilinattn.rules.mixing_functions import MixingFunction
 from unilinattn.rules.refusals import is_stopped_by_host
 from unilinattn.rules.slopes import DIFFERENCES
@@ -37,14 +39,16 @@ from unilinattn.rules.slopes import DIFFERENCES
 DECIDED = 3
 """The rank of a tensor that a softmax, an exponential or another function of `FACTORS` made."""
 
-NORMS = frozenset(["sqrt", "rsqrt", "std", "var", "std_mean", "var_mean", "norm", "vector_norm"])
+NORMS = kinds.SIZES | frozenset(["sqrt", "rsqrt", "var"])
 """Functions whose output scales a norm, if their argument is no decided tensor."""
 
 ELEMENTWISE = (
     kinds.SLOPES
     | kinds.HOMOGENEOUS
     | kinds.ACTIVATING
-    | frozenset(["add", "sub", "rsub", "mul", "pow", "square", "neg"])
+    | kinds.SAME
+    | frozenset(["view_as", "add", "sub", "subtract", "rsub", "mul", "multiply", "pow", "square", "neg", "negative"])
+    | frozenset(["div", "divide", "true_divide", "rdiv", "reciprocal", "log"])
 )
 """Functions whose output is a function of one value at each entry, if the other arguments are constants."""
 
@@ -82,6 +86,10 @@ class Live(TorchFunctionMode):
         self._roots: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         # The functions of `ACTIVATING` that made a decided tensor, or were added to a value.
         self._made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        # Sums of decided functions of one value, and masks that a comparison made.
+        self._sums: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._masks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self.composed = Compositions()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Apply the rule of a function."""
@@ -107,9 +115,12 @@ class Live(TorchFunctionMode):
             # Of the other arguments only the shape or the dtype matters.
             args, kwargs = (args[0], *mapped(args[1:], torch.detach)), mapped(kwargs, torch.detach)
         live = [tensor for tensor in tensors((args, kwargs)) if tensor.requires_grad]
+        if (name in kinds.COMPARING and live) or (name in kinds.SAME and args[0] in self._masks):
+            self._masks[result := func(*args, **kwargs)] = True
+            return result
         if not live or not torch.is_grad_enabled():
             return self._mark(func, args, func(*args, **kwargs))
-        rank = self._rank_of(name, live)
+        rank = self._rank_of(name, live, args, kwargs)
         rule = _RULES.get(name)
         if in_place and (rule is not None or name in _SAVING):
             function = getattr(torch.Tensor, name, None) or getattr(functional, name)
@@ -122,6 +133,13 @@ class Live(TorchFunctionMode):
             self._made[result] = self._made.get(computed, self._made.get(result, frozenset()))
         else:
             result = self._apply(name, func, args, kwargs)
+            self.composed.follow(name, func, args, kwargs, result)
+            if (
+                name in ("add", "sub", "subtract", "rsub")
+                and rank == DECIDED
+                and self.composed.root(result) is not result
+            ):
+                self._sums[result] = True
         self._tell_activations(name, live, list(tensors(result)), rank)
         if in_place or name == "setitem":
             self._rewritten(name, args, kwargs, rank)
@@ -162,13 +180,18 @@ class Live(TorchFunctionMode):
         """Return 0 for a value, 1 after an activation, 2 after one with f(0) != 0, and `DECIDED`."""
         return self._ranks.get(value, 0) if isinstance(value, Tensor) and value.requires_grad else 0
 
-    def _rank_of(self, name: str, live: Sequence[Tensor]) -> int:
+    def _rank_of(self, name: str, live: Sequence[Tensor], args: Any, kwargs: Any) -> int:
         """Return the rank of a function's result."""
         if name in kinds.FACTORS:
             return DECIDED
         ranks = [self.rank(tensor) for tensor in live]
+        if any(x in self._masks and x.numel() == live[0].numel() for x in tensors((args, kwargs))):
+            # A mask that a comparison of values made makes an activation of others.
+            ranks = [max(rank, 1) for rank in ranks]
         if name in _ACTIVATIONS:
-            return max(2 if name in DIFFERENCES else int(name not in kinds.LIMITS), *ranks)
+            is_limit = name in kinds.LIMITS and not is_step(name, args[1:], kwargs)
+            rank = max(2 if name in DIFFERENCES else int(not is_limit), *ranks)
+            return 2 if rank == 1 and self.composed.is_shifted(name, args, kwargs) else rank
         if name in ("add", "sub", "rsub") and len(ranks) == 1 and ranks[0] == 1:
             # An activation plus a constant, such as 1 + tanh, is one with f(0) != 0.
             return 2
@@ -178,6 +201,10 @@ class Live(TorchFunctionMode):
             # A linear map of activations is a value again, as in a frozen run.
             return 0
         return int(kinds.rank_of_sum(values)) if values else DECIDED
+
+    def is_sum(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor is a sum of a number and decided functions of one value, such as 1 + exp(x)."""
+        return tensor in self._sums and self.rank(self.composed.root(tensor)) < DECIDED
 
     def _follow(self, live: Sequence[Tensor], result: Tensor) -> None:
         """Note the value that a result is an elementwise function of."""
@@ -209,9 +236,26 @@ class Live(TorchFunctionMode):
             result = differentiated(derivative, name, func, *args, **kwargs)
             self._made[result] = {derivative}
             return result
+        if name in ("log", "log1p") and args and self.rank(args[0]) == DECIDED:
+            # A softplus, log(1 + exp(x)).
+            return self._whole(Derivative(), name, func, args, kwargs)
         if name in kinds.PRODUCTS or name in kinds.AFFINE:
             return self._product(func, args, kwargs)
         return func(*args, **kwargs)
+
+    def _whole(self, derivative: Derivative, name: str, func: Callable[..., Tensor], args: Any, kwargs: Any) -> Tensor:
+        """Return a function of decided tensors, of one value f with a finite f(0) if they are such functions."""
+        result = func(*args, **kwargs)
+        self.composed.follow(name, func, args, kwargs, result)
+        root, level = self.composed.root(result), self.composed.level(result)
+        if level is None or not level.isfinite() or self.rank(root) == DECIDED:
+            return result
+        whole = differentiated(derivative, "", partial(self.composed.at, result), root)
+        if derivative.is_slope:
+            self._ranks[whole] = 2 if bool(level) else 1
+        else:
+            self._made[whole] = {derivative}
+        return whole
 
     def _weighted(self, tensor: Tensor, share: str, scale: float = 1.0) -> Tensor:
         return self._paths.weighted(tensor, share, scale)
@@ -256,7 +300,10 @@ def _mul(mode: Live, func: Any, x: Any, other: Any) -> Tensor:
         if mode._root(x) is mode._root(other):
             # An activation that is written out, such as x sigmoid(x), has a frozen slope.
             frozen_first = mode.rank(x) > mode.rank(other)
-            return x.detach() * other if frozen_first else x * other.detach()
+            result = x.detach() * other if frozen_first else x * other.detach()
+            # Such as x sigmoid(x), which is zero at zero.
+            mode._ranks[result] = max(1, min(mode.rank(x), mode.rank(other)))
+            return result
     return mode._product(torch.mul, (x, other), {})
 
 
@@ -264,9 +311,29 @@ def _div(mode: Live, func: Any, x: Any, other: Any, *, rounding_mode: str | None
     if rounding_mode is not None:
         return torch.div(*mapped((x, other), torch.detach), rounding_mode=rounding_mode)
     if carried(other) and mode.rank(x) != DECIDED:
+        if carried(x) and mode._root(x) is mode._root(other) and x.shape == other.shape:
+            # An activation that is written out, such as x / (1 + exp(-x)), has a frozen slope.
+            result = x / other.detach()
+            mode._ranks[result] = max(mode.rank(x), 1)
+            return result
+        if mode.is_sum(other):
+            # A gate, 1 / (1 + exp(-x)).
+            gate = _reciprocal(mode, torch.reciprocal, other)
+            return _mul(mode, func, x, gate)
         # A norm divides by a size of the value; the divisor of a sum of weighted values belongs to the weights.
-        other = mode._weighted(other, "matrix") if mode.rank(other) == DECIDED else other.detach()
+        if mode.rank(other) < DECIDED:
+            other = other.detach()
+        elif carried(x):
+            other = mode._weighted(other, "matrix")
+    elif carried(other) and mode.is_sum(other):
+        return mode._whole(Derivative(is_slope=True), "div", torch.div, (x, other), {})
     return torch.div(x, other)
+
+
+def _reciprocal(mode: Live, func: Any, x: Tensor) -> Tensor:
+    if not mode.is_sum(x):
+        return torch.reciprocal(x)
+    return mode._whole(Derivative(is_slope=True), "reciprocal", torch.reciprocal, (x,), {})
 
 
 def _rdiv(mode: Live, func: Any, x: Tensor, other: Any) -> Tensor:
@@ -290,17 +357,12 @@ def _addcmul(mode: Live, func: Any, x: Any, first: Any, other: Any, *, value: in
     return torch.add(x, _mul(mode, func, first, other), alpha=value)
 
 
+def _addcdiv(mode: Live, func: Any, x: Any, first: Any, other: Any, *, value: int | float = 1) -> Tensor:
+    return torch.add(x, _div(mode, func, first, other), alpha=value)
+
+
 def _lerp(mode: Live, func: Any, x: Any, end: Any, weight: Any) -> Tensor:
     return x + _mul(mode, func, end - x, weight)
-
-
-def _addmm(mode: Live, func: Any, *args: Any, **kwargs: Any) -> Tensor:
-    names = ("input", "mat1", "mat2", "batch1", "batch2")
-    x, left, right = (*args, *(kwargs.pop(name) for name in names if name in kwargs))
-    if not (carried(left) and carried(right)):
-        return func(x, left, right, **kwargs)
-    product = mode._product(torch.matmul, (left, right), {})
-    return torch.add(x * kwargs.get("beta", 1), product, alpha=kwargs.get("alpha", 1))
 
 
 def _glu(mode: Live, func: Any, x: Tensor, dim: int = -1) -> Tensor:
@@ -308,48 +370,6 @@ def _glu(mode: Live, func: Any, x: Tensor, dim: int = -1) -> Tensor:
     activated = _slope("sigmoid", torch.sigmoid, gate)
     mode._ranks[activated] = 2
     return mode._product(torch.mul, (value, activated), {})
-
-
-def _attention(
-    mode: Live,
-    func: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    *args: Any,
-    **kwargs: Any,
-) -> Tensor:
-    # Scores are linear in the query and in the key, which share the matrix; a mask that is added to them has all of it.
-    part = 0.5 if query.requires_grad and key.requires_grad else 1.0
-    query, key = (mode._weighted(x, "matrix", part) if x.requires_grad else x for x in (query, key))
-    value = mode._weighted(value, "values") if value.requires_grad else value
-    if attn_mask is not None and attn_mask.requires_grad:
-        attn_mask = mode._weighted(attn_mask, "matrix")
-    return functional.scaled_dot_product_attention(query, key, value, attn_mask, *args, **kwargs)
-
-
-# One of torch's arguments is called `mode`.
-def _grid_sample(live: Live, func: Any, /, input: Tensor, grid: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    if input.requires_grad and grid.requires_grad:
-        input, grid = live._weighted(input, "values"), live._weighted(grid, "matrix")
-    return functional.grid_sample(input, grid, *args, **kwargs)
-
-
-def _solve(mode: Live, func: Any, matrix: Tensor, x: Tensor, **options: Any) -> Tensor:
-    if matrix.requires_grad and x.requires_grad:
-        matrix, x = mode._weighted(matrix, "matrix"), mode._weighted(x, "values")
-    return func(matrix, x, **options)
-
-
-def _factors(mode: Live, func: Any, **factors: Tensor | None) -> tuple[Any, ...]:
-    live = {name: factor for name, factor in factors.items() if factor is not None and factor.requires_grad}
-    # The matrix is linear in the query and in the key, and in a scale of the key such as the step size.
-    keys = live.keys() & {"key", "key_scale"}
-    part = 0.5 if keys and "query" in live else 1.0
-    shares = {"query": part} | {name: part / len(keys) for name in keys}
-    weighted = {name: mode._weighted(factor, "matrix", shares.get(name, 1.0)) for name, factor in live.items()}
-    return checked_factors(**(factors | weighted))
 
 
 _RULES: dict[str, Callable[..., Any]] = {
@@ -361,14 +381,10 @@ _RULES: dict[str, Callable[..., Any]] = {
     "rdiv": _rdiv,
     "square": _square,
     "pow": _pow,
+    "reciprocal": _reciprocal,
     "addcmul": _addcmul,
+    "addcdiv": _addcdiv,
     "lerp": _lerp,
-    "addmm": _addmm,
-    "baddbmm": _addmm,
     "glu": _glu,
-    "scaled_dot_product_attention": _attention,
-    "grid_sample": _grid_sample,
-    "linalg_solve": _solve,
-    "linalg_solve_triangular": _solve,
-    "checked_factors": _factors,
+    **MIXING,
 }
