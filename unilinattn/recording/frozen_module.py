@@ -224,7 +224,7 @@ class _LayerFreezing(Freezing):
             for tensor in tensors(result):
                 self._several[tensor] = True
         # A sum over tokens of activations plus a constant is no activation.
-        return self._ranked(result, rank) if is_linear or (several and name in SUMS) else result
+        return self.ranked(result, rank) if is_linear or (several and name in SUMS) else result
 
     def _without_gated_constants(self, terms: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the terms of a sum; beside values a gate times a constant is the constant that it leaves."""
@@ -256,7 +256,7 @@ class _LayerFreezing(Freezing):
                 self._ranks.pop(result, None)
             elif self.rank(result) >= GATE and any(factor.ndim for factor in constants):
                 depends = any(self._factors.get(factor) == "argument" for factor in constants)
-                self._ranked(result, GATED_FACTOR if depends else GATED_CONSTANT)
+                self.ranked(result, GATED_FACTOR if depends else GATED_CONSTANT)
             return result
         if x is other:
             return super()._product(name, func, x, other)
@@ -267,7 +267,7 @@ class _LayerFreezing(Freezing):
         ranks = self.rank(x), self.rank(other)
         rank = GATE if min(ranks) >= GATE else min(max(ranks), GATED)
         rank = self.rank(live) if live.numel() > frozen.numel() else rank
-        return self._ranked(super()._product(name, func, live, frozen.detach()), rank)
+        return self.ranked(super()._product(name, func, live, frozen.detach()), rank)
 
     def _values(
         self,

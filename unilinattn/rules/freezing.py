@@ -127,7 +127,7 @@ class Freezing(TorchFunctionMode):
     def _activated(self, name: str, func: Any, args: Any, kwargs: Any, factor: Tensor) -> Any:
         """Return a factor as an activation of carried values."""
         if name in kinds.SIZES:
-            return self._ranked(func(*args, **kwargs), 1)
+            return self.ranked(func(*args, **kwargs), 1)
         return self._slope(name, func, *args, **kwargs)
 
     def _of_added(self, name: str, func: Any, args: Any, kwargs: Any, factor: Tensor) -> Any:
@@ -148,14 +148,15 @@ class Freezing(TorchFunctionMode):
             return self._in_place(name, *args, **kwargs)
         return self._apply(name, func, args, kwargs)
 
-    def _as_source(self, value: Any, like: Tensor) -> Any:
+    def constant(self, value: Any, like: Tensor) -> Any:
+        """Return a constant as a source."""
         return as_source(value, like, self._record)
 
-    def _source(self, value: Any, like: Tensor) -> Any:
+    def source(self, value: Any, like: Tensor) -> Any:
         """Return a constant as a source, and a factor as an activation, or else with an error in its gradient."""
         if isinstance(value, Tensor) and value in self._added and carried(added := self._added[value](value)):
             return added
-        source = self._as_source(value, like)
+        source = self.constant(value, like)
         if isinstance(value, Tensor) and value.is_floating_point() and value in self._factors and value.any():
             return added_factor(source, like, self._where(), self._factors[value])
         return source
@@ -166,21 +167,21 @@ class Freezing(TorchFunctionMode):
             return _RULES[name](self, *args, **kwargs)
         if name in FORMS:
             result, constant = FORMS[name](*args, **kwargs)
-            return result if constant is None else result + self._as_source(constant, result)
+            return result if constant is None else result + self.constant(constant, result)
         if name in kinds.LINEAR:
-            result = self._ranked(func(*args, **kwargs), rank)
+            result = self.ranked(func(*args, **kwargs), rank)
             if name in kinds.CASTS and args and self.in_stream(args[0]):
                 self.enter_stream(result)
             return result
         if name in kinds.CHOOSING or name in kinds.JOINING:
             like = next(tensor for tensor in tensors((args, kwargs)) if tensor.requires_grad)
-            args, kwargs = mapped((args, kwargs), lambda tensor: self._source(tensor, like))
+            args, kwargs = mapped((args, kwargs), lambda tensor: self.source(tensor, like))
             if name == "where":
-                args = (args[0], *(self._source(value, like) for value in args[1:]))
+                args = (args[0], *(self.source(value, like) for value in args[1:]))
                 rank = self._masked(rank, args[0], like)
-            return self._ranked(func(*args, **kwargs), rank)
+            return self.ranked(func(*args, **kwargs), rank)
         if name in kinds.HOMOGENEOUS:
-            return self._ranked(func(*args, **kwargs), max(rank, 1))
+            return self.ranked(func(*args, **kwargs), max(rank, 1))
         if name in kinds.SLOPES:
             return self._slope(name, func, *args, **kwargs)
         if name in kinds.FACTORS:
@@ -229,7 +230,8 @@ class Freezing(TorchFunctionMode):
         is_function = factor is not x and self._composed.root(factor) is self._composed.root(x)
         return max(rank, 1) if is_function or (rank < 1 and self.rank(factor) >= 1) else rank
 
-    def _ranked(self, result: Any, rank: int | float) -> Any:
+    def ranked(self, result: Any, rank: int | float) -> Any:
+        """Return a result whose tensors have a rank."""
         if rank:
             for tensor in tensors(result):
                 self._ranks[tensor] = rank
@@ -239,7 +241,7 @@ class Freezing(TorchFunctionMode):
         if name in kinds.WRITING:
             written = next(iter((*args, *kwargs.values())), 0)
             value = written if isinstance(written, Tensor) else torch.full_like(target, written).detach()
-            value = self._source(value, target)
+            value = self.source(value, target)
         else:
             function = getattr(torch.Tensor, name, None) or getattr(functional, name, None)
             if function is None:
@@ -251,34 +253,35 @@ class Freezing(TorchFunctionMode):
         rank, in_stream = self.rank(value), self.in_stream(value)
         for notes in (self._ranks, self._stream, self._factors, self._added):
             notes.pop(target, None)
-        result = self._ranked(target.copy_(value), rank)
+        result = self.ranked(target.copy_(value), rank)
         if in_stream:
             self.enter_stream(result)
         return result
 
     def _write(self, func: Callable[..., Any], target: Tensor, index: Any, value: Any) -> None:
         if not target.requires_grad:
-            target.copy_(self._source(target, target))  # The elements that are not written stay constants.
+            target.copy_(self.source(target, target))  # The elements that are not written stay constants.
         rank = max(self.rank(target), self.rank(value) if isinstance(value, Tensor) else 0)
         rank = self._masked(rank, index, target)
-        func(target, index, self._source(value, target))
+        func(target, index, self.source(value, target))
         self._stream.pop(target, None)
-        self._ranked(target, rank)
+        self.ranked(target, rank)
 
     @_rule("add")
-    def _add(self, x: Any, other: Any, *, alpha: int | float = 1) -> Tensor:
+    def add(self, x: Any, other: Any, *, alpha: int | float = 1) -> Tensor:
+        """Return a sum, of which constants are sources."""
         if alpha == -1 and isinstance(other, Tensor) and self._factors.get(other) == kinds.NORMALISER:
             # log_softmax, which is a factor as a whole.
             return torch.sub(*mapped((x, other), torch.detach))
         like, both = x if carried(x) else other, carried(x) and carried(other)
-        x, other = self._source(x, like), self._source(other, like)
+        x, other = self.source(x, like), self.source(other, like)
         ranks = [self.rank(tensor) for tensor in (x, other) if carried(tensor)]
         rank = kinds.rank_of_sum(ranks)
         constant = other if like is x else x
         if rank >= 1 and not both and bool(constant.detach().any() if isinstance(constant, Tensor) else constant):
             # An activation plus a constant, such as 1 + tanh, is one with f(0) != 0.
             rank = kinds.GATE
-        result = self._ranked(torch.add(x, other, alpha=alpha), rank)
+        result = self.ranked(torch.add(x, other, alpha=alpha), rank)
         if both and x.shape == other.shape and x.ndim == 3:
             self.last_sum = result
         if self.in_stream(x) or (alpha == 1 and self.in_stream(other)):
@@ -286,54 +289,47 @@ class Freezing(TorchFunctionMode):
         return result
 
     @_rule("sub", "subtract")
-    def _sub(self, x: Any, other: Any, *, alpha: int | float = 1) -> Tensor:
-        return self._add(x, other, alpha=-alpha)
+    def sub(self, x: Any, other: Any, *, alpha: int | float = 1) -> Tensor:
+        """Return a difference, of which constants are sources."""
+        return self.add(x, other, alpha=-alpha)
 
     @_rule("rsub")
     def _rsub(self, x: Any, other: Any, *, alpha: int | float = 1) -> Tensor:
-        return self._add(other, x, alpha=-alpha)
+        return self.add(other, x, alpha=-alpha)
 
     @_rule("mul", "multiply")
-    def _mul(self, x: Any, other: Any) -> Tensor:
+    def mul(self, x: Any, other: Any) -> Tensor:
+        """Return a product, with a frozen factor or two halves."""
         return self._product("mul", torch.mul, x, other)
 
     @_rule("div", "divide", "true_divide")
-    def _div(self, x: Any, other: Any, *, rounding_mode: str | None = None) -> Tensor:
+    def div(self, x: Any, other: Any, *, rounding_mode: str | None = None) -> Tensor:
+        """Return a quotient with a frozen divisor."""
         if rounding_mode is not None:
             return torch.div(*mapped((x, other), torch.detach), rounding_mode=rounding_mode)
         # A quotient is not linear in its divisor, which normalises: a norm, or a sum of weights.
         rank = self._gated(x, other) if carried(x) else 0
         other = other.detach() if isinstance(other, Tensor) else other
-        return self._ranked(x / other, rank)
+        return self.ranked(x / other, rank)
 
     @_rule("rdiv")
     def _rdiv(self, x: Tensor, other: Any) -> Tensor:
-        return self._div(other, x)
-
-    @_rule("square")
-    def _square(self, x: Tensor) -> Tensor:
-        return self._ranked(x.detach() * x, self.rank(x))
-
-    @_rule("pow")
-    def _pow(self, x: Any, exponent: Any) -> Tensor:
-        if not carried(x) or isinstance(exponent, Tensor) or exponent < 1:
-            return torch.pow(*mapped((x, exponent), torch.detach))
-        # Below 1 the factor x^(n - 1) would have a pole at zero, so the power is a factor as a whole.
-        return self._ranked(x.detach().pow(exponent - 1) * x, self.rank(x))
+        return self.div(other, x)
 
     @_rule("masked_fill")
-    def _masked_fill(self, x: Any, mask: Tensor, value: Any) -> Tensor:
+    def masked_fill(self, x: Any, mask: Tensor, value: Any) -> Tensor:
+        """Return values, or another one where a mask is True."""
         like = x if carried(x) else value
-        return self._ranked(
-            torch.where(mask, self._source(value, like), self._source(x, like)), self._masked(self.rank(like), mask, x)
+        return self.ranked(
+            torch.where(mask, self.source(value, like), self.source(x, like)), self._masked(self.rank(like), mask, x)
         )
 
     @_rule("addmm", "baddbmm")
     def _addmm(self, x: Any, left: Tensor, other: Tensor, *, beta: int | float = 1, alpha: int | float = 1) -> Tensor:
         if alpha == beta == 1 and carried(left) and not carried((x, other)):
-            return self._weighted(torch.matmul, left, other, self._source(x, left))
+            return self._weighted(torch.matmul, left, other, self.source(x, left))
         product = self._bilinear("matmul", torch.matmul, (left, other), {}) if carried((left, other)) else left @ other
-        return self._add(x * beta if beta != 1 else x, product, alpha=alpha)
+        return self.add(x * beta if beta != 1 else x, product, alpha=alpha)
 
     def _slope(self, name: str, func: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         args, kwargs = mapped((args, kwargs), torch.detach)
@@ -343,14 +339,14 @@ class Freezing(TorchFunctionMode):
             rank = max(name not in kinds.LIMITS or is_step(name, args, kwargs), self.rank(x))
             if rank == 1 and self._composed.is_shifted(name, (x, *args), kwargs):
                 rank = kinds.GATE
-            return self._ranked(through, rank)
-        return self._ranked(through + self._as_source(level, x), 2)
+            return self.ranked(through, rank)
+        return self.ranked(through + self.constant(level, x), 2)
 
     def _affine(self, func: Callable[..., Tensor], position: int, args: Any, kwargs: Any) -> Tensor:
         product, x, weight, bias = kinds.affine_call(func, position, args, kwargs)
         # (channel,) for (batch, length, channel), and (channel, 1) for a convolution's (batch, channel, length).
         axes = 0 if func.__name__ == "linear" else x.ndim - (2 if x.ndim > 2 else 1)
-        source = None if bias is None else self._source(bias, x).reshape(-1, *[1] * axes)
+        source = None if bias is None else self.source(bias, x).reshape(-1, *[1] * axes)
         return self._weighted(product, x, weight, source)
 
     def _weighted(self, product: Product, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -374,9 +370,9 @@ class Freezing(TorchFunctionMode):
         if not (carried(x) and carried(other)):
             live = x if carried(x) else other
             rank = self._gated(live, other if live is x else x)
-            return self._ranked(linear_in(live, func, (x, other), {}), rank)
+            return self.ranked(linear_in(live, func, (x, other), {}), rank)
         if x is other:
-            return self._square(x)
+            return self.ranked(x.detach() * x, self.rank(x))
         ranks = self.rank(x), self.rank(other)
         result_rank = max(ranks)
         if x.numel() != other.numel():
@@ -391,8 +387,8 @@ class Freezing(TorchFunctionMode):
             if ranks[0] == ranks[1]:
                 self.shared.add(name)
             halves = func(x.detach(), other) / 2 + func(x, other.detach()) / 2
-            return self._ranked(halves, result_rank)
+            return self.ranked(halves, result_rank)
         frozen = (x.detach(), other) if frozen_first else (x, other.detach())
         product = linear_in(other if frozen_first else x, func, frozen, {})
         # A product with a frozen factor, such as x sigmoid(x), is zero at zero again.
-        return self._ranked(product, min(result_rank, 1))
+        return self.ranked(product, min(result_rank, 1))

@@ -240,7 +240,7 @@ class Live(TorchFunctionMode):
             # A softplus, log(1 + exp(x)).
             return self._whole(Derivative(), name, func, args, kwargs)
         if name in kinds.PRODUCTS or name in kinds.AFFINE:
-            return self._product(func, args, kwargs)
+            return self.product(func, args, kwargs)
         return func(*args, **kwargs)
 
     def _whole(self, derivative: Derivative, name: str, func: Callable[..., Tensor], args: Any, kwargs: Any) -> Tensor:
@@ -257,10 +257,11 @@ class Live(TorchFunctionMode):
             self._made[whole] = {derivative}
         return whole
 
-    def _weighted(self, tensor: Tensor, share: str, scale: float = 1.0) -> Tensor:
+    def weighted(self, tensor: Tensor, share: str, scale: float = 1.0) -> Tensor:
+        """Return a tensor whose gradient has the weight of a share (see `Paths`)."""
         return self._paths.weighted(tensor, share, scale)
 
-    def _product(self, func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    def product(self, func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """Return a product that is linear in each operand, which share its relevance if they are carried.
 
         A sum of values by weights that a softmax or an exponential made, over tokens, is the product of a matrix.
@@ -270,7 +271,7 @@ class Live(TorchFunctionMode):
             return func(*args, **kwargs)
         ranks = [self.rank(operand) for operand in operands]
         shares = self._shares(operands, ranks, sums=func is not torch.mul)
-        weighted = {id(t): self._weighted(t, *share) for t, share in zip(operands, shares, strict=True)}
+        weighted = {id(t): self.weighted(t, *share) for t, share in zip(operands, shares, strict=True)}
         args, kwargs = mapped((args, kwargs), lambda t: weighted.get(id(t), t))
         result = func(*args, **kwargs)
         # A product of a value with a factor is a value, and one of two decided tensors is decided.
@@ -304,7 +305,7 @@ def _mul(mode: Live, func: Any, x: Any, other: Any) -> Tensor:
             # Such as x sigmoid(x), which is zero at zero.
             mode._ranks[result] = max(1, min(mode.rank(x), mode.rank(other)))
             return result
-    return mode._product(torch.mul, (x, other), {})
+    return mode.product(torch.mul, (x, other), {})
 
 
 def _div(mode: Live, func: Any, x: Any, other: Any, *, rounding_mode: str | None = None) -> Tensor:
@@ -324,7 +325,7 @@ def _div(mode: Live, func: Any, x: Any, other: Any, *, rounding_mode: str | None
         if mode.rank(other) < DECIDED:
             other = other.detach()
         elif carried(x):
-            other = mode._weighted(other, "matrix")
+            other = mode.weighted(other, "matrix")
     elif carried(other) and mode.is_sum(other):
         return mode._whole(Derivative(is_slope=True), "div", torch.div, (x, other), {})
     return torch.div(x, other)
@@ -369,7 +370,7 @@ def _glu(mode: Live, func: Any, x: Tensor, dim: int = -1) -> Tensor:
     value, gate = x.chunk(2, dim)
     activated = _slope("sigmoid", torch.sigmoid, gate)
     mode._ranks[activated] = 2
-    return mode._product(torch.mul, (value, activated), {})
+    return mode.product(torch.mul, (value, activated), {})
 
 
 _RULES: dict[str, Callable[..., Any]] = {

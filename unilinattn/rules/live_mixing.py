@@ -16,7 +16,7 @@ def _addmm(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
     x, left, right = (*args, *(kwargs.pop(name) for name in names if name in kwargs))
     if not (carried(left) and carried(right)):
         return func(x, left, right, **kwargs)
-    product = mode._product(torch.matmul, (left, right), {})
+    product = mode.product(torch.matmul, (left, right), {})
     return torch.add(x * kwargs.get("beta", 1), product, alpha=kwargs.get("alpha", 1))
 
 
@@ -32,23 +32,23 @@ def _attention(
 ) -> Any:
     # Scores are linear in the query and in the key, which share the matrix; a mask that is added to them has all of it.
     part = 0.5 if query.requires_grad and key.requires_grad else 1.0
-    query, key = (mode._weighted(x, "matrix", part) if x.requires_grad else x for x in (query, key))
-    value = mode._weighted(value, "values") if value.requires_grad else value
+    query, key = (mode.weighted(x, "matrix", part) if x.requires_grad else x for x in (query, key))
+    value = mode.weighted(value, "values") if value.requires_grad else value
     if attn_mask is not None and attn_mask.requires_grad:
-        attn_mask = mode._weighted(attn_mask, "matrix")
+        attn_mask = mode.weighted(attn_mask, "matrix")
     return functional.scaled_dot_product_attention(query, key, value, attn_mask, *args, **kwargs)
 
 
 # One of torch's arguments is called `mode`.
 def _grid_sample(live: Any, func: Any, /, input: Tensor, grid: Tensor, *args: Any, **kwargs: Any) -> Any:
     if input.requires_grad and grid.requires_grad:
-        input, grid = live._weighted(input, "values"), live._weighted(grid, "matrix")
+        input, grid = live.weighted(input, "values"), live.weighted(grid, "matrix")
     return functional.grid_sample(input, grid, *args, **kwargs)
 
 
 def _solve(mode: Any, func: Any, matrix: Tensor, x: Tensor, **options: Any) -> Any:
     if matrix.requires_grad and x.requires_grad:
-        matrix, x = mode._weighted(matrix, "matrix"), mode._weighted(x, "values")
+        matrix, x = mode.weighted(matrix, "matrix"), mode.weighted(x, "values")
     return func(matrix, x, **options)
 
 
@@ -58,7 +58,7 @@ def _factors(mode: Any, func: Any, **factors: Tensor | None) -> tuple[Any, ...]:
     keys = live.keys() & {"key", "key_scale"}
     part = 0.5 if keys and "query" in live else 1.0
     shares = {"query": part} | {name: part / len(keys) for name in keys}
-    weighted = {name: mode._weighted(factor, "matrix", shares.get(name, 1.0)) for name, factor in live.items()}
+    weighted = {name: mode.weighted(factor, "matrix", shares.get(name, 1.0)) for name, factor in live.items()}
     return checked_factors(**(factors | weighted))
 
 
