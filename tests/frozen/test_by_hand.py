@@ -122,3 +122,15 @@ def test_moments_have_the_axes_of_torch(arguments: tuple[object, ...]) -> None:
         assert call is not None
         for actual, expected in zip(call(), function(x, *arguments), strict=True):
             assert actual.shape == expected.shape and worst(actual, expected) <= EXACT
+
+
+def test_a_long_loop_of_functions_of_one_value_is_a_value() -> None:
+    def looped(x: Tensor) -> Tensor:
+        for _ in range(2000):
+            x = 0.999 * x
+        return x.clamp(0, 1)
+
+    def scaled(x: Tensor) -> Tensor:
+        return (0.999**2000 * x).clamp(0, 1)
+
+    require_same(*traces(scaled, looped, gate=True))

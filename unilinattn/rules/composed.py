@@ -22,8 +22,11 @@ BY_ELEMENT = (
 )
 """Functions whose output is a function of one value at each entry, if the other arguments are numbers."""
 
-_Call = tuple[int, Tensor, list[tuple[Tensor, int]], Callable[..., Any], Any, Any]
-"""The version of a result, its root, the tensors of the call and their versions, and the call."""
+LONGEST = 50
+"""Number of functions of functions that are followed; a longer chain, such as that of a loop, is a new value."""
+
+_Call = tuple[int, int, Tensor, list[tuple[Tensor, int]], Callable[..., Any], Any, Any]
+"""The version of a result, how many functions lead to it, the root, the call's tensors and versions, the call."""
 
 
 class Compositions:
@@ -51,7 +54,9 @@ class Compositions:
         is_new = all(x is not result for x in operands)
         if is_new and root is not None and root.requires_grad and root.shape == result.shape:
             versions = [(x, x._version) for x in operands]
-            self._calls[result] = result._version, root, versions, func, args, kwargs
+            count = 1 + max(call[1] if (call := self._call(x)) else 0 for x in operands)
+            if count <= LONGEST:
+                self._calls[result] = result._version, count, root, versions, func, args, kwargs
 
     def _call(self, tensor: Tensor) -> _Call | None:
         call: _Call | None = self._calls.get(tensor)
@@ -61,7 +66,7 @@ class Compositions:
     def root(self, tensor: Tensor) -> Tensor:
         """Return the value that a tensor is a function of: itself, if it is no other one's."""
         call = self._call(tensor)
-        return tensor if call is None else call[1]
+        return tensor if call is None else call[2]
 
     def at(self, tensor: Tensor, point: Tensor) -> Any:
         """Return the function that a tensor is, at another point; None if a tensor that it reads was written into."""
@@ -69,7 +74,7 @@ class Compositions:
 
         def value(x: Tensor) -> Any:
             if id(x) not in values and (call := self._call(x)) is not None:
-                _, _, versions, func, args, kwargs = call
+                *_, versions, func, args, kwargs = call
                 points: dict[int, Any] = {id(t): value(t) if t._version == version else None for t, version in versions}
                 is_whole = all(p is not None for p in points.values())
                 args, kwargs = mapped((args, kwargs), lambda t: points.get(id(t), t))

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from unilinattn.call.nested import mapped, tensors
 from unilinattn.errors import UncoveredError
 from unilinattn.rules import functions as kinds
-from unilinattn.rules.composed import Compositions, is_step
+from unilinattn.rules.composed import BY_ELEMENT, Compositions, is_step
 from unilinattn.rules.forms import FORMS, as_source, carried, halved, linear_in, without_gradients
 from unilinattn.rules.freezing_functions import RULES
 from unilinattn.rules.functions import Product, name_of, opened
@@ -106,8 +106,8 @@ class Freezing(TorchFunctionMode):
             result, origin = func(*mapped(args, torch.detach), **mapped(kwargs, torch.detach)), origin or name
         elif carried(args) or carried(kwargs):
             result, origin = self._carry(name, func, args, kwargs, in_place=in_place), origin or name
-            is_activation = name in kinds.ACTIVATING | kinds.SIZES
-            added = partial(self._activated if is_activation else self._of_added, name, func, args, kwargs)
+            if (is_activation := name in kinds.ACTIVATING | kinds.SIZES) or name in BY_ELEMENT:
+                added = partial(self._activated if is_activation else self._of_added, name, func, args, kwargs)
         else:
             result = self._mark(func, args, func(*args, **kwargs))
             # A cast to the same dtype returns its argument.
