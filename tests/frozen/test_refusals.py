@@ -5,15 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from jaxtyping import TypeCheckError
 from torch import Tensor, nn
 from torch.nn import functional
 
 import unilinattn as ula
 from tests.frozen.detached import llama_model, mamba_model, token_ids
 from tests.tracing.models import TokenWise
-from unilinattn.errors import ExactnessError, ExactnessWarning, OptionError, UncoveredError
-from unilinattn.frozen.passes import Rule
+from unilinattn.errors import ExactnessError, ExactnessWarning, UncoveredError
 from unilinattn.frozen.run import frozen
 from unilinattn.frozen.shares import Shares, doubt_of
 from unilinattn.testing import promoted
@@ -343,21 +341,6 @@ def test_shares_do_not_depend_on_the_gradient_mode(mode: Any) -> None:
         shares = frozen(ula.trace(model, token_ids(), progress=False)).shares(-1, 3)
     assert torch.equal(shares.tokens, expected.tokens) and torch.equal(shares.bias, expected.bias)
     assert not shares.tokens.requires_grad
-
-
-def test_a_name_and_gamma_without_the_half_rule_are_refused() -> None:
-    trace = ula.trace(mamba_model(), token_ids(), progress=False)
-    # With checked signatures the name is refused before.
-    with pytest.raises((OptionError, TypeCheckError), match="half"):
-        frozen(trace, rule="half")
-    with pytest.raises(OptionError, match="give FREEZE, HALF or Rule"):
-        frozen(trace, rule=Rule(gamma=0.25))
-
-
-def test_unknown_shares_are_an_error() -> None:
-    # With checked signatures the literal is refused before.
-    with pytest.raises((OptionError, TypeCheckError), match="'layers'"):
-        frozen(ula.trace(mamba_model(), token_ids(), progress=False)).shares(by="layers")
 
 
 def test_a_result_of_zeros_says_so() -> None:

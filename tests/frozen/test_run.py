@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from jaxtyping import TypeCheckError
 from torch import Tensor
 
 import unilinattn as ula
@@ -12,6 +13,7 @@ from tests.frozen.detached import (
     LENGTH,
     detached_model,
     llama_model,
+    mamba_model,
     misses,
     run_by_the_rules,
     scalar_of,
@@ -20,7 +22,8 @@ from tests.frozen.detached import (
 )
 from tests.hosts import cases, tables
 from tests.shared import exact_trace
-from unilinattn.errors import ExactnessError
+from unilinattn.errors import ExactnessError, OptionError
+from unilinattn.frozen.passes import Rule
 from unilinattn.frozen.run import frozen
 from unilinattn.rules import freezing
 from unilinattn.rules.forms import as_source, carried
@@ -123,3 +126,18 @@ def test_a_lost_bias_is_detected_with_its_module(monkeypatch: pytest.MonkeyPatch
         ExactnessError, match=r"miss the logit by .* not affine in the frozen run: model\.layers\.0\.mlp"
     ):
         frozen(trace).complete_shares(-1, 3)
+
+
+def test_a_name_and_gamma_without_the_half_rule_are_refused() -> None:
+    trace = ula.trace(mamba_model(), token_ids(), progress=False)
+    # With checked signatures the name is refused before.
+    with pytest.raises((OptionError, TypeCheckError), match="half"):
+        frozen(trace, rule="half")
+    with pytest.raises(OptionError, match="give FREEZE, HALF or Rule"):
+        frozen(trace, rule=Rule(gamma=0.25))
+
+
+def test_unknown_shares_are_an_error() -> None:
+    # With checked signatures the literal is refused before.
+    with pytest.raises((OptionError, TypeCheckError), match="'layers'"):
+        frozen(ula.trace(mamba_model(), token_ids(), progress=False)).shares(by="layers")

@@ -67,7 +67,7 @@ def _has_copies(stages: Sequence[Stage], groups: int) -> bool:
 
 def _by_head(
     stages: Sequence[Stage], core: Stage, scale: Scale, channels: int
-) -> tuple[Float[Tensor, "batch head query key"], Float[Tensor, "batch head token"]] | None:
+) -> tuple[Float[Tensor, "_ head query key"], Float[Tensor, "_ head _"]] | None:
     """Return the matrix of a core and the factors of a scale for each of its heads, None if these differ by channel.
 
     `stages` are those before the core, and `channels` is the number of channels, 0 if it is unknown.
