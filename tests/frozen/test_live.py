@@ -219,7 +219,7 @@ def test_a_model_is_left_as_it_was_after_an_error(monkeypatch: pytest.MonkeyPatc
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(rules.Live, "_product", fails)
+        patch.setattr(rules.Live, "product", fails)
         with pytest.raises(KeyboardInterrupt):
             LiveRun(trace)
     _require_restored(model, before)
