@@ -20,7 +20,7 @@ STAMP := .venv/.installed
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # glibc returns the memory of every large tensor to the system, which clears it again for the next one: a tenth of the
-# time of an evaluation.
+# time of the study of images.
 REUSE := MALLOC_MMAP_THRESHOLD_=2000000000 MALLOC_TRIM_THRESHOLD_=4000000000
 # Without stored bytecode each process of pytest rewrites the assertions of all tests, which takes 5 s.
 unexport PYTHONDONTWRITEBYTECODE

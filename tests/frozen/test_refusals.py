@@ -372,7 +372,7 @@ class Ending(Inline):
         (lambda y: y.mean(1).softmax(-1), "returns probabilities"),
         (lambda y: y.log_softmax(-1), "returns log probabilities, .* before the log_softmax"),
         (lambda y: y.softmax(-1) * 2, "a result of 'softmax', which is a constant of the frozen run"),
-        (lambda y: y.logsumexp(1), "a result of 'logsumexp', .* take method='input_x_gradient' or method='knockout'"),
+        (lambda y: y.logsumexp(1), "a result of 'logsumexp', .* by method='input_x_gradient' or method='knockout'"),
         (lambda y: y.exp().mean(1).log(), "return the values before 'exp'"),
         (lambda y: (y**3).mean(1) ** (1 / 3), "a result of 'pow'"),
         (lambda y: torch.ones_like(y), r"depends on its tokens\."),

@@ -15,8 +15,8 @@ def without_shares(read: Sequence[tuple[Tensor, str | None]]) -> str:
     if name is not None and not clause:
         return (
             f"the scalar depends on a result of {name!r}, which is a constant of the frozen run, like the weights of "
-            f"attention, so no token has a share of it. Let the model return the values before {name!r}, or take "
-            "method='input_x_gradient' or method='knockout', which run the model as it is."
+            f"attention, so no token has a share of it. Let the model return the values before {name!r}, or explain it "
+            "by method='input_x_gradient' or method='knockout', which differentiate or rerun the model."
         )
     return f"the scalar does not depend on an output of the model that depends on its tokens{clause or '.'}"
 

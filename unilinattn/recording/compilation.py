@@ -61,7 +61,7 @@ class Joins:
     are_doubtful: bool = False
 
     def are_tokens(self, count: int, *, usual: bool) -> bool:
-        """Tell whether so many entries are tokens, which they are by their axis if it is the `usual` one."""
+        """Tell whether `count` joined entries are tokens; `usual` says that tokens usually stand along their axis."""
         self.are_doubtful |= usual != (count in self.counts)
         return count in self.counts if self.by_count else usual
 

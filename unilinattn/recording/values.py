@@ -236,9 +236,7 @@ def is_weight(factor: Any, value: Node) -> bool:
     """
     sources = {id(value)}
     while (
-        value.name in SAME | MOVING
-        and len(read := _read(value)) == 1
-        and read[0].value.shape.numel() == (value.value.shape.numel())
+        value.name in SAME | MOVING and len(read := _read(value)) == 1 and read[0].value.numel() == value.value.numel()
     ):
         (value,) = read
         sources.add(id(value))
