@@ -1,6 +1,6 @@
 """Errors that the library raises on purpose: each message states the given value, the accepted ones and a remedy."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 
 
@@ -17,7 +17,15 @@ class OptionError(UnilinattnError, ValueError):
 
 
 class UnknownArchitectureError(UnilinattnError):
-    """The model has no registered token mixer, or has a token mixer without an adapter."""
+    """The model has no registered token mixer, or has a token mixer without an adapter.
+
+    `path` is that of the module that mixes tokens outside of the layers in it, None without one, and `layers` are the
+    paths of the model's layers.
+    """
+
+    def __init__(self, message: str, path: str | None = None, layers: Collection[str] = ()) -> None:
+        super().__init__(message)
+        self.path, self.layers = path, layers
 
 
 class UncoveredError(UnilinattnError, NotImplementedError):

@@ -31,6 +31,7 @@ def as_one_stage(monkeypatch: pytest.MonkeyPatch) -> None:
         raise UncoveredError("no function is a stage")
 
     monkeypatch.setattr(recording, "chains_of", refused)
+    monkeypatch.setattr(recording, "chains_around_core", lambda *_: None)
 
 
 @pytest.mark.parametrize("name", modules.MODULES)
@@ -122,7 +123,8 @@ def grouped(v: Tensor) -> Tensor:
 def test_a_value_without_stages_does_not_make_its_gate_the_value() -> None:
     module, x, other = Regrouped(), draw(*TOKENS), draw(*TOKENS, seed=1)
     op = operator(module, x)
-    assert [stage.role for stage in op.chains["x"]] == [WHOLE] and op.reconstruction_error() < LIMIT
+    assert [stage.role for stage in op.chains["x"]] == ["input", "core", "gate", "output"]
+    assert op.reconstruction_error() < LIMIT
     with torch.no_grad():
         q, v = module.qkv(x).chunk(3, 2)[0], module.qkv(other).chunk(3, 2)[2]
         expected = module.out(grouped(v) * q)
@@ -187,15 +189,20 @@ def test_a_wrong_derivative_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.long
-def test_parameters_and_modes_are_as_before_and_the_graph_is_freed() -> None:
+@pytest.mark.parametrize("has_core", [True, False])
+def test_parameters_and_modes_are_as_before_and_the_graph_is_freed(
+    has_core: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_core:
+        monkeypatch.setattr(recording, "chains_around_core", lambda *_: None)
     module = delta_loop()
     module.out.weight.requires_grad_(False)
     before = {name: p.requires_grad for name, p in module.named_parameters()}
     op = operator(module, draw(BATCH, 80, WIDTH))
     assert {name: p.requires_grad for name, p in module.named_parameters()} == before
     assert all(p.grad is None for p in module.parameters())
-    (stage,) = op.chains["x"]
-    result = weakref.ref(stage.result)  # type: ignore[attr-defined]
+    stage = next(stage for stage in op.chains["x"] if stage.role in ("core", WHOLE))
+    result = weakref.ref(stage.mixer.left.value if has_core else stage.result)  # type: ignore[attr-defined]
     op.apply(op.inputs["x"])
     del op, stage
     gc.collect()
@@ -220,7 +227,10 @@ class Model(nn.Module):
 
 
 @pytest.mark.long
-def test_methods_that_read_vectors_explain_loops_and_those_of_maps_say_why_they_cannot() -> None:
+def test_methods_that_read_vectors_explain_loops_and_those_of_maps_say_why_they_cannot(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(recording, "chains_around_core", lambda *_: None)
     ids = torch.randint(20, (BATCH, 9), generator=torch.Generator().manual_seed(0))
     trace = ula.trace(randomize(Model().eval()), ids, progress=False)
     logit = lambda out: out[:, -1, 3]  # noqa: E731
@@ -293,7 +303,7 @@ def test_the_values_of_a_loop_carry_and_its_queries_keys_decays_and_gates_are_fr
 ) -> None:
     module, x, other = GatedLoop(rule, style, features), draw(2, length, WIDTH), draw(2, length, WIDTH, seed=1)
     op = operator(module, x)
-    assert [stage.role for stage in op.chains["x"]] == [WHOLE] and op.reconstruction_error() < LIMIT
+    assert [stage.role for stage in op.chains["x"]].count("core") == 1 and op.reconstruction_error() < LIMIT
     with torch.no_grad():
         q, k, v, decay, rate = module.factors(x)
         scale = module.scan(q, k, v, decay, rate).square().mean(-1, keepdim=True).add(1e-6).rsqrt()

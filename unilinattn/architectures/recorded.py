@@ -1,10 +1,8 @@
 """Modules without an adapter: their operator is read from the functions of torch that they call."""
 
-import inspect
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, reduce
-from itertools import takewhile
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -20,12 +18,13 @@ from unilinattn.call.nested import mapped, tensors, unlisted
 from unilinattn.errors import UncoveredError
 from unilinattn.mixers import Gather
 from unilinattn.operator.flow import Flow
-from unilinattn.operator.scopes import has_core, scoped
-from unilinattn.operator.stages import Chain, Matrix, channel_groups, walk
+from unilinattn.operator.stages import Chain, Matrix
 from unilinattn.recording.chains import chains_of, choices_of, stored
 from unilinattn.recording.compilation import is_carried
+from unilinattn.recording.core_chains import chains_around_core, count, without_map
 from unilinattn.recording.frozen_module import frozen_module
 from unilinattn.recording.graph import Recording
+from unilinattn.recording.inner_core import Made
 from unilinattn.recording.keys import Keys, called, keys_of
 from unilinattn.recording.nodes import Position
 from unilinattn.recording.ports import (
@@ -36,6 +35,7 @@ from unilinattn.recording.ports import (
     is_stream,
     is_vector,
     named_call,
+    positional_and_named,
     require_told_heads,
 )
 from unilinattn.registry import register_architecture, visible_functions
@@ -236,7 +236,7 @@ def _recorded(call: Call, single: Collection[str], heads: Mapping[str, int]) -> 
     try:
         with torch.set_grad_enabled(is_live), plain_functions(module), visible_functions(module), recording:
             # Hooks of the module itself change what it returns, and the layer is its forward.
-            positional, named = _positional(module, arguments)
+            positional, named = positional_and_named(module, arguments)
             returned = called(module.forward, positional, named)
     # A host, and its kernels, may raise any error.
     except Exception as error:
@@ -259,7 +259,7 @@ def _recorded(call: Call, single: Collection[str], heads: Mapping[str, int]) -> 
 def _stages(recorded: _Recorded) -> Flow:
     """Return the stages of a module."""
     ports, module, call = recorded.ports, recorded.module, recorded.ports.call
-    node, is_live = recorded.recording.node(recorded.output), call.input.requires_grad
+    node = recorded.recording.node(recorded.output)
     assert node is not None
     chains: Mapping[str, Chain] | None = None
     with torch._C.DisableTorchFunction():
@@ -267,13 +267,12 @@ def _stages(recorded: _Recorded) -> Flow:
     try:
         with torch._C.DisableTorchFunction():
             chains = chains_of(node, call.input, call.axes, keys, transposed=ports.transposed)
-            chains = {port: stored(chain, _weights(call, module), call.input) for port, chain in chains.items()}
-        reason = _without_map(chains, call.input)
+        reason = without_map(chains, call.input.shape[-1])
     # A function may have arguments of a kind that its rule does not expect.
     except Exception as error:
         reason = str(error) if isinstance(error, UncoveredError) else f"its functions are no stages ({error})"
-    if reason is not None and not is_live:
-        chains = _whole(recorded, reason, keys) or chains
+    if reason is not None:
+        chains = _from_graph(recorded, chains, reason, keys) or chains
     if chains is None:
         batch, length = call.input.shape[:2]
         square = (
@@ -281,7 +280,7 @@ def _stages(recorded: _Recorded) -> Flow:
             "another number of sequences, which tells them apart."
         )
         raise UncoveredError(f"{named_call(call)}: {reason}.{square if batch == length > 1 else ''}")
-    flow = _flow(ports, chains)
+    flow = _flow(ports, {port: stored(chain, _weights(call, module), call.input) for port, chain in chains.items()})
     flow.is_recorded = True
     _require_output(call, module, flow.value.detach(), ports.output(recorded.output).detach())
     return flow
@@ -309,17 +308,30 @@ def _require_output(call: Call, module: nn.Module, actual: Tensor, expected: Ten
             )
 
 
-def _without_map(chains: Mapping[str, Chain], x: Tensor) -> str | None:
-    """Return why a loop over tokens is better one stage than many: these take longer, and give no map either."""
-    count = sum(1 for chain in chains.values() for _ in walk(chain))
-    cores = (scoped(chain, "core", x.shape[-1])[0] for chain in chains.values() if has_core(chain))
-    if count <= MANY or any(channel_groups(core) is not None for core in cores):
+def _from_graph(
+    recorded: _Recorded, chains: Mapping[str, Chain] | None, reason: str, keys: Keys
+) -> Mapping[str, Chain] | None:
+    """Return stages with a part of the module's graph as core, or the module as one stage if it has no others or many.
+
+    `reason` says why its stages `chains` have no map.
+    """
+    call, node, whole = recorded.ports.call, recorded.recording.node(recorded.output), _whole(recorded, reason, keys)
+    if whole is None or node is None:
         return None
-    return f"its code has {count} steps, as a loop over tokens has, and they mix channels"
+    single, made = whole
+    if not recorded.ports.transposed:
+        with_core = chains_around_core(node, call.input, call.axes, keys, single, made)
+        if with_core is not None:
+            return with_core
+    is_live = call.input.requires_grad
+    return single if not is_live and (chains is None or count(chains) > MANY) else None
 
 
-def _whole(recorded: _Recorded, reason: str, keys: Keys) -> Mapping[str, Chain] | None:
-    """Return the module as one stage from each input, None if its functions have no rules or derivatives."""
+def _whole(recorded: _Recorded, reason: str, keys: Keys) -> tuple[Mapping[str, Chain], Made] | None:
+    """Return the module as one stage from each input, and the tensors with tokens of its graph.
+
+    None if its functions have no rules or derivatives.
+    """
     ports, module = recorded.ports, recorded.module
     names = {id(value): port for port, value in ports.inputs.items()}
 
@@ -328,9 +340,7 @@ def _whole(recorded: _Recorded, reason: str, keys: Keys) -> Mapping[str, Chain] 
             port = names.get(id(tensor))
             return tensor if port is None else ports.argument(port, values[port])
 
-        positional, named = _positional(
-            module, {name: mapped(value, entered) for name, value in recorded.arguments.items()}
-        )
+        positional, named = positional_and_named(module, mapped(recorded.arguments, entered))
         with plain_functions(module):
             output = _main(called(module.forward, positional, named))
         return None if output is None else ports.output(output)
@@ -387,14 +397,3 @@ def _weights(call: Call, module: nn.Module) -> Mapping[int, tuple[Tensor, Tensor
         for recorded, weight in pairs
         if recorded.stride() == weight.stride()
     }
-
-
-def _positional(module: nn.Module, arguments: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Return the arguments by position and by name; those of `*args` are named by their numbers."""
-    numbers = sorted((name for name in arguments if name.isdigit()), key=int)
-    if not numbers:
-        return [], dict(arguments)
-    parameters = inspect.signature(module.forward).parameters.values()
-    leading = [p.name for p in takewhile(lambda p: p.kind is not p.VAR_POSITIONAL, parameters) if p.name in arguments]
-    named = {name: value for name, value in arguments.items() if name not in (*leading, *numbers)}
-    return [arguments[name] for name in (*leading, *numbers)], named

@@ -327,8 +327,6 @@ class _Probe(Run):
             self._begun.discard(tokens_of(result.shape, -1))
         if name in CHOOSING:
             result = self._selections.of_first_run((name, self._numbered(name)), name, args, kwargs, result)
-        if name in ("empty", "empty_like", "new_empty") and isinstance(result, Tensor):
-            return result.zero_()  # Arbitrary memory would differ between the runs.
         if name in ATTENTION:
             path, number, count = self._numbered("attention")
             key = ("attention", path, number, (count, name))

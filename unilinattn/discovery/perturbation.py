@@ -25,7 +25,7 @@ from unilinattn.discovery.widened import visible
 from unilinattn.host.forwards import Forward, replaced_forwards
 from unilinattn.host.inputs import call_host
 from unilinattn.host.module_calls import CallRecord
-from unilinattn.host.observer import Inputs, Observer
+from unilinattn.host.observer import Functions, Inputs, Observer
 from unilinattn.host.recorder import MAIN, captured, main_tensor
 from unilinattn.host.run import run
 
@@ -34,6 +34,9 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 
 The rows of a matrix product are independent: the change is zero in nearly all models.
 """
+
+ARBITRARY = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted")
+"""Names of functions that return tensors without writing their elements."""
 
 Rows = list[tuple[Float[Tensor, "first token"], Float[Tensor, "first token"]]]
 """A projection and the norm of every token, for each axis of a tensor that may be the token axis."""
@@ -81,6 +84,12 @@ class Call:
     explained: bool = False
 
 
+def _cleared(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
+    """Return zeros in place of arbitrary memory, which differs between runs."""
+    is_arbitrary = isinstance(result, Tensor) and getattr(func, "__name__", "") in ARBITRARY
+    return result.zero_() if is_arbitrary else result
+
+
 class Run(Observer[Call]):
     """One run of the model in which some modules return constants; subclasses inspect the calls of the others."""
 
@@ -92,7 +101,12 @@ class Run(Observer[Call]):
     def run(self, arguments: Mapping[str, Any]) -> None:
         """Run the model, and restore it and the random number generators."""
         call, seed = partial(self.call_host, arguments), torch.get_rng_state()
-        run(self.model, call, mixers=self._constant_mixers(), observer=self.attached(), seed=seed)
+        run(self.model, call, mixers=self._constant_mixers(), observer=self._followed(), seed=seed)
+
+    @contextmanager
+    def _followed(self) -> Iterator[None]:
+        with self.attached(), Functions(_cleared):
+            yield
 
     def call_host(self, arguments: Mapping[str, Any]) -> None:
         """Call the model."""

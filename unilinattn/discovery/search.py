@@ -199,7 +199,9 @@ def refuse(
     named = holders(model, [(mixer.path, mixer.module) for mixer in refused])
     leak = refused[0].leak
     raise UnknownArchitectureError(
-        without_adapters(model, named, leak, outside=refused[0].holds_layers, may_be_left_out=not holds_layers)
+        without_adapters(model, named, leak, outside=refused[0].holds_layers, may_be_left_out=not holds_layers),
+        named[0][0],
+        [layer.name for layer in layers] + [mixer.path for mixer in mixers if not mixer.holds_layers],
     )
 
 

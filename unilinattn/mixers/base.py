@@ -37,6 +37,8 @@ class CoreMixer(ABC):
     """Whether the matrix is lower triangular for every input."""
     data_controlled: ClassVar[bool]
     """Whether the matrix depends on the input (HMA ACL Theorem 1)."""
+    in_graph: ClassVar[bool] = False
+    """Whether the matrix is computed by passes through the graph of a module's run."""
 
     @property
     @abstractmethod

@@ -16,7 +16,7 @@ from unilinattn.errors import UncoveredError
 from unilinattn.mixers import Gather
 from unilinattn.operator.stages import Branch, Chain, Matrix, Mix, Scale, Stage, walk
 from unilinattn.recording import convolutions, elementwise, joins, linear, mixing, norms, spectral
-from unilinattn.recording.compilation import Compilation, Joins, LongError
+from unilinattn.recording.compilation import Compilation, Joins, LongError, NodeCore
 from unilinattn.recording.keys import Keys, keys_of
 from unilinattn.recording.layout import Carried, whole
 from unilinattn.recording.nodes import Node, Position
@@ -30,7 +30,9 @@ RULES = (convolutions, elementwise, joins, linear, mixing, norms, spectral)
 """The modules that register the rules of functions."""
 
 
-def chains_of(node: Node, like: Tensor, axes: Axes, keys: Keys, *, transposed: bool = False) -> Mapping[str, Chain]:
+def chains_of(
+    node: Node, like: Tensor, axes: Axes, keys: Keys, core: NodeCore | None = None, *, transposed: bool = False
+) -> Mapping[str, Chain]:
     """Return the stages from each input to a module's output.
 
     Args:
@@ -38,15 +40,19 @@ def chains_of(node: Node, like: Tensor, axes: Axes, keys: Keys, *, transposed: b
         like: a tensor of the operator's dtype and device.
         axes: the axes of channels.
         keys: those of outer products, by the position of their calls.
+        core: a part of the module that is one core.
         transposed: whether inputs are (token, batch, channel).
 
     Raises `UncoveredError` with the function that is no stage.
     """
-    carried, _ = _compiled(node, like, axes, keys, transposed=transposed)
+    carried, _ = _compiled(node, like, axes, keys, core, transposed=transposed)
     if not transposed and not torch.equal(carried.index.flatten(), whole(carried.shape, carried.index).flatten()):
         raise UncoveredError("values of a sequence are written into another sequence")
     chains = {port: with_step_weights(simplified(chain)) for port, chain in carried.chains.items()}
     mixers = [stage for chain in chains.values() for stage in walk(chain) if isinstance(stage, Mix)]
+    if core is not None:
+        # What mixes outside of it are convolutions, whose padded tokens are others than those of the input.
+        chains = {port: _as_convolutions(chain) for port, chain in chains.items()}
     has_core = any(stage.role == "core" and not isinstance(stage.mixer, Gather) for stage in mixers)
     return {port: _with_roles(chain, has_core=has_core)[0] for port, chain in chains.items()}
 
@@ -58,7 +64,7 @@ def choices_of(node: Node, like: Tensor, axes: Axes, *, transposed: bool = False
     """
     keys = keys_of(node)
     try:
-        return _compiled(node, like, axes, keys, transposed=transposed)[1]
+        return _compiled(node, like, axes, keys, None, transposed=transposed)[1]
     except UncoveredError:
         with _deep_recursion():
             joins = Joins(set(), by_count=False)
@@ -67,14 +73,14 @@ def choices_of(node: Node, like: Tensor, axes: Axes, *, transposed: bool = False
 
 
 def _compiled(
-    node: Node, like: Tensor, axes: Axes, keys: Keys, *, transposed: bool
+    node: Node, like: Tensor, axes: Axes, keys: Keys, core: NodeCore | None, *, transposed: bool
 ) -> tuple[Carried, dict[Position, list[int]]]:
     """Return the stages of a module's output with the values of the products behind it.
 
     Of two readings of the joins it is the one with fewer stages: where the steps of a loop over queries are read as
     channels, more stages make tokens of them. A long loop is read once.
     """
-    build = partial(Compilation, like, axes.inputs, transposed=transposed, keys=keys)
+    build = partial(Compilation, like, axes.inputs, transposed=transposed, keys=keys, core=core)
     readings: list[tuple[int, Carried, dict[Position, list[int]]]] = []
     refusals: list[UncoveredError] = []
     with _deep_recursion():
@@ -98,7 +104,7 @@ def _reading(
 ) -> tuple[int, Carried, dict[Position, list[int]]]:
     """Return the number of stages of a module's output, its stages, and the values of products."""
     run, carried, values = _decided(node, build)
-    carried = _by_token(carried.moved(carried.index.reshape(node.value.shape).movedim(axes.output, -1)))
+    carried = by_token(carried.moved(carried.index.reshape(node.value.shape).movedim(axes.output, -1)))
     return run.stages(carried), carried, values
 
 
@@ -149,7 +155,7 @@ def _deep_recursion() -> Iterator[None]:
         sys.setrecursionlimit(before)
 
 
-def _by_token(carried: Carried) -> Carried:
+def by_token(carried: Carried) -> Carried:
     """Return the value of an output whose last axis has the channels."""
     rows = carried.index.ndim - 1
     with suppress(UncoveredError):
@@ -157,6 +163,17 @@ def _by_token(carried: Carried) -> Carried:
         if arranged.index.shape[-1] == arranged.shape[2]:
             return arranged
     return by_row(carried, rows)
+
+
+def _as_convolutions(chain: Chain) -> Chain:
+    """Return stages in which all token mixers but a part of a module's graph are convolutions."""
+
+    def at(stage: Stage) -> Stage:
+        if isinstance(stage, Branch):
+            return replace(stage, chains=tuple(map(_as_convolutions, stage.chains)))
+        return replace(stage, role="conv") if isinstance(stage, Mix) and not stage.mixer.in_graph else stage
+
+    return tuple(map(at, chain))
 
 
 def _with_roles(chain: Chain, *, has_core: bool, behind: bool = False) -> tuple[Chain, bool]:

@@ -66,6 +66,20 @@ class Joins:
         return count in self.counts if self.by_count else usual
 
 
+@dataclass(frozen=True, eq=False)
+class NodeCore:
+    """A part of a module that is one core of stages.
+
+    Attributes:
+        entered, left: the tensors that enter and leave it.
+        after: returns the stages of the latter from those of the former.
+    """
+
+    entered: Node
+    left: Node
+    after: Callable[[Carried], Carried]
+
+
 class Compilation:
     """The stages of the tensors of one recorded run, each compiled when it is first asked for.
 
@@ -76,6 +90,7 @@ class Compilation:
         keys: the operands that later functions tell, by the position of the calls.
         decided: the values of products, by the position of their calls.
         joins: how joins are read.
+        core: the part of the module that is one core, with the tensors that enter and leave it.
 
     Attributes:
         like: a tensor without elements of the operator's dtype and device.
@@ -91,11 +106,12 @@ class Compilation:
         keys: Keys,
         decided: Mapping[Position, list[int]],
         joins: Joins,
+        core: NodeCore | None = None,
     ) -> None:
         self.like, self._axis, self._transposed = like.new_empty(0), axis, transposed
         self._decided = decided
         self._told = Told(keys)
-        self.joins = joins
+        self.joins, self._core = joins, core
         self.choices: dict[Position, tuple[list[int], list[int]]] = {}
         self._values: dict[int, Carried] = {}
         self._counts: dict[Branch, int] = {}
@@ -131,6 +147,8 @@ class Compilation:
     def _compiled(self, node: Node) -> Carried:
         if node.name == "input":
             return self._input(node)
+        if self._core is not None and node is self._core.left:
+            return self._core.after(self.value(self._core.entered))
         if node.refusal is not None:
             raise UncoveredError(f"the call of {node.name!r} is not covered: {node.refusal}")
         if node.name in RECURRENT:

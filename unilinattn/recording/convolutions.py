@@ -181,6 +181,8 @@ class _Window:
     def sum(self, carried: Carried, tap: Tap) -> Carried:
         """Add the terms of all places."""
         places = product(*(range(size) for size in self._kernel))
+        # Channels are selected once, and not for each place.
+        carried = carried if carried.layout.has_all_channels else carried.in_place()
         return reduce(summed, (tap(self._moved(carried, place), place) for place in places))
 
     def counts(self, size: Sequence[int]) -> Int[Tensor, "*out"]:

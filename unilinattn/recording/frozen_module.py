@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from unilinattn.call.exactness import layer_tolerance, relative_error
@@ -20,6 +21,7 @@ from unilinattn.call.nested import mapped, tensors
 from unilinattn.call.parameters import constant_parameters
 from unilinattn.errors import UncoveredError
 from unilinattn.operator.stages import WHOLE, Chain, Stage
+from unilinattn.recording.inner_core import Made, Node
 from unilinattn.recording.keys import Keys, position
 from unilinattn.recording.nodes import ATTENTION, GATED, OF_ONE_VALUE, SUMS, Position, is_zero
 from unilinattn.recording.values import Operand, Token, Told, factor_values, summed_axes, values
@@ -97,8 +99,8 @@ def frozen_module(
     masks: Any,
     reason: str,
     keys: Keys,
-) -> Mapping[str, Chain]:
-    """Return a module's stage from each input that its output depends on.
+) -> tuple[Mapping[str, Chain], Made]:
+    """Return a module's stage from each input that its output depends on, and the tensors of its graph with tokens.
 
     Args:
         module: the module.
@@ -119,7 +121,8 @@ def frozen_module(
             output = compute({port: source.clone() for port, source in sources.items()})
         # The first step of a loop has no state yet, and its products are those of the last one.
         if decided := {call: last for call, (first, last) in freezing.choices.items() if first != last}:
-            with _LayerFreezing(module, tuple(sources.values()), factors, masks, keys, decided):
+            freezing = _LayerFreezing(module, tuple(sources.values()), factors, masks, keys, decided)
+            with freezing:
                 output = compute({port: source.clone() for port, source in sources.items()})
         if output is None or not output.requires_grad:
             raise UncoveredError("its output does not depend on its inputs")
@@ -138,7 +141,7 @@ def frozen_module(
         result.dtype
     ):
         raise UncoveredError("its derivative and its constants do not give its output")
-    return chains
+    return chains, freezing.made
 
 
 def _require_separate_sequences(stage: FrozenModule) -> None:
@@ -188,6 +191,8 @@ class _LayerFreezing(Freezing):
         # Those of operands of the same ranks: how often, the last choice, and how often in a row.
         self._choices: dict[object, tuple[int, list[int], int]] = {}
         self._made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._sizes = {(source.shape[0], source.shape[1]) for source in sources}
+        self.made: dict[tuple[Node, int], tuple[Tensor, Tensor | None]] = {}
         # Sums of several tokens, such as their mean.
         self._several: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         for tensor in (*module.parameters(), *module.buffers(), *tensors(masks)):
@@ -203,7 +208,22 @@ class _LayerFreezing(Freezing):
         result = super().__torch_function__(func, types, args, kwargs)
         for tensor in tensors(result):
             self._made[tensor] = True
+        for tensor in tensors(args[0] if func is Tensor.__setitem__ else result):
+            if tensor.requires_grad and self._has_tokens(tensor):
+                self._note(tensor)
         return result
+
+    def _has_tokens(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor is (batch, ..., token, ...)."""
+        of_tokens = any(tensor.shape[:1] == (batch,) and length in tensor.shape[1:] for batch, length in self._sizes)
+        return of_tokens and not tensor.is_complex()
+
+    def _note(self, tensor: Tensor) -> None:
+        """Store a tensor by its place in the graph; a later write makes it another one."""
+        with torch._C.DisableTorchFunction():
+            edge, dual = get_gradient_edge(tensor), forward_ad.unpack_dual(tensor)
+            level = None if dual.tangent is None else dual.tangent.detach()
+            self.made[edge.node, edge.output_nr] = dual.primal.detach(), level
 
     def _apply(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args = self._without_gated_constants(args) if name in (*SUMS, "where") else args
@@ -246,15 +266,18 @@ class _LayerFreezing(Freezing):
             terms = {n: operands[n] for n in numbers}
             live = operands[numbers[0] if name == "linear" else self._values(values, terms, axes)[-1]]
             args, kwargs = _mapped_except(live, args), _mapped_except(live, kwargs)
-        return super()._bilinear(name, func, args, kwargs)
+        result = super()._bilinear(name, func, args, kwargs)
+        # Times a first state of zeros it is zero, and no path to the tokens.
+        is_nothing = any(not x.requires_grad and is_zero(x) for x in operands)
+        return result.detach() if is_nothing else result
 
     def _product(self, name: str, func: Callable[..., Tensor], x: Any, other: Any) -> Tensor:
         if not (carried(x) and carried(other)):
             result = super()._product(name, func, x, other)
             constants = [factor for factor in (x, other) if isinstance(factor, Tensor) and not carried(factor)]
             if any(map(is_zero, constants)):
-                self._ranks.pop(result, None)
-            elif self.rank(result) >= GATE and any(factor.ndim for factor in constants):
+                return result.detach()
+            if self.rank(result) >= GATE and any(factor.ndim for factor in constants):
                 depends = any(self._factors.get(factor) == "argument" for factor in constants)
                 self.ranked(result, GATED_FACTOR if depends else GATED_CONSTANT)
             return result

@@ -1,11 +1,13 @@
 """`Ports`: the arguments of a recorded module that carry tokens, as the vectors of an operator's ports."""
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from unilinattn.call import Call
 from unilinattn.call.axes import as_tokens, in_shape, joined_heads, split_heads, token_axis
@@ -103,3 +105,14 @@ def is_vector(value: Any, call: Call) -> bool:
 def named_call(call: Call) -> str:
     """Return the path and the class of a call's module."""
     return f"{call.name} ({type(call.module).__module__}.{type(call.module).__qualname__})"
+
+
+def positional_and_named(module: nn.Module, arguments: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Return the arguments by position and by name; those of `*args` are named by their numbers."""
+    numbers = sorted((name for name in arguments if name.isdigit()), key=int)
+    if not numbers:
+        return [], dict(arguments)
+    parameters = inspect.signature(module.forward).parameters.values()
+    leading = [p.name for p in takewhile(lambda p: p.kind is not p.VAR_POSITIONAL, parameters) if p.name in arguments]
+    named = {name: value for name, value in arguments.items() if name not in (*leading, *numbers)}
+    return [arguments[name] for name in (*leading, *numbers)], named

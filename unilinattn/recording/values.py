@@ -85,13 +85,17 @@ class Operand:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether this operand has a number for each pair of two tokens, of which the other operand has the second."""
-        return self.key is not None and self.role == "matrix" and self.has_tokens_along(self.key.axes)
+        """Whether this operand has a number for each pair of two tokens, of which the other operand has the second.
 
-    def has_tokens_along(self, axes: tuple[int, ...]) -> bool:
+        The channels of a state come from different numbers of its last tokens where the decays of some underflow.
+        """
+        return self.key is not None and self.role == "matrix" and self.has_tokens_along(self.key.axes, nested=False)
+
+    def has_tokens_along(self, axes: tuple[int, ...], *, nested: bool = True) -> bool:
         """Tell whether some elements that differ in their place along some axes come from different tokens.
 
-        An element that comes from none, as where a mask or an activation is zero, tells nothing.
+        An element that comes from none, as where a mask or an activation is zero, tells nothing. `nested`: whether one
+        of two elements may come from all tokens of the other one.
         """
         if self.shape.numel() == 0 or all(self.shape[axis] == 1 for axis in axes):
             return False
@@ -109,7 +113,7 @@ class Operand:
             elements = torch.as_tensor(numbers, device="cpu")[row][nonzero[row]].unique().tolist()
             tokens = [self.tokens(element) for element in elements[:: max(len(elements) - 1, 1)]]
             if len(tokens) == 2 and all(tokens):
-                if tokens[0] != tokens[1]:
+                if tokens[0] != tokens[1] and (nested or not (tokens[0] <= tokens[1] or tokens[1] <= tokens[0])):
                     return True
                 told += 1
             if told == ELEMENTS:

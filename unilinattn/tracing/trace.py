@@ -1,7 +1,7 @@
 """`trace`: run a host model once and return its token-mixing layers as exact operators."""
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from importlib.metadata import version
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from unilinattn.call.nested import tensors
-from unilinattn.discovery.regions import regional_model
+from unilinattn.discovery.regions import Region, regional_model
 from unilinattn.errors import OptionError, UncoveredError, UnknownArchitectureError
 from unilinattn.host.choices import choices_as_sequences
 from unilinattn.host.decoder import with_decoder_ids
@@ -328,9 +328,22 @@ def trace(
         again.text = None if text is None else padded_text(text, longer)
         return again
     except (UncoveredError, UnknownArchitectureError) as error:
-        path = error.path if isinstance(error, WithoutVectorsError) else None
+        path = error.path if isinstance(error, WithoutVectorsError | UnknownArchitectureError) else None
         regional = regional_model(model, arguments, path)
+        if regional is None and path is not None:
+            regional = regional_model(model, arguments)
         if regional is None:
             raise
-    torch.set_rng_state(seed)
-    return built(regional)
+        torch.set_rng_state(seed)
+        traced = built(regional)
+        # A part of a forward is no layer in place of others.
+        if isinstance(error, UnknownArchitectureError) and _hold_any(model, error.layers, traced.layers):
+            raise
+    return traced
+
+
+def _hold_any(model: nn.Module, paths: Collection[str], layers: Sequence[Layer]) -> bool:
+    """Tell whether a layer that is a part of a forward holds one of the modules at the paths."""
+    modules = {id(model.get_submodule(path)) for path in paths}
+    parts = (layer.module for layer in layers if isinstance(layer.module, Region))
+    return any(id(inner) in modules for part in parts for inner in part.modules())
