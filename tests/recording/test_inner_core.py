@@ -20,37 +20,40 @@ LENGTH, WIDTH, STATES, HEADS = 40, 6, 3, 2
 class Selective(nn.Module):
     """Mamba's block with a loop (Mamba, Algorithm 2), and a convolution that is padded on both sides and cut."""
 
-    def __init__(self, level: float = 0.0) -> None:
+    def __init__(self, level: float = 0.0, forgets: float = 0.0) -> None:
         super().__init__()
         self.in_proj, self.out_proj = nn.Linear(WIDTH, 2 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
         self.conv = nn.Conv1d(WIDTH, WIDTH, 3, groups=WIDTH, padding=2)
         self.x_proj, self.dt_proj = nn.Linear(WIDTH, 1 + 2 * STATES, bias=False), nn.Linear(1, WIDTH)
         self.A_log, self.D = nn.Parameter(torch.randn(WIDTH, STATES)), nn.Parameter(torch.randn(WIDTH))
         self.level = level
+        # A rate that is added to those of some channels.
+        self.register_buffer("forgets", forgets * (torch.arange(WIDTH) % 3 == 0))
 
     def factors(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The values, and the decays, keys and queries of each state."""
+        """The values, and the logarithms of decays, the keys and the queries of each state."""
         u, _ = self.in_proj(x).chunk(2, -1)
         u = functional.silu(self.conv(u.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2))
         dt, b, c = self.x_proj(u).split([1, STATES, STATES], -1)
         dt = functional.softplus(self.dt_proj(dt))
-        return u, torch.exp(-dt[..., None] * self.A_log.exp()), dt[..., None] * b[:, :, None], c
+        rate = self.A_log.exp() + self.forgets[:, None]
+        return u, -dt[..., None] * rate, dt[..., None] * b[:, :, None], c
 
     def forward(self, x: Tensor) -> Tensor:
-        u, decay, key, query = self.factors(x)
+        u, rate, key, query = self.factors(x)
         state = x.new_zeros(len(x), WIDTH, STATES)
         outputs = []
         for t in range(x.shape[1]):
-            state = decay[:, t] * state + key[:, t] * u[:, t, :, None]
+            state = rate[:, t].exp() * state + key[:, t] * u[:, t, :, None]
             outputs.append((state * query[:, t, None]).sum(-1) + self.level)
         y = torch.stack(outputs, 1) + u * self.D
         return self.out_proj(y * functional.silu(self.in_proj(x).chunk(2, -1)[1]))
 
     def map(self, x: Tensor) -> Tensor:
         """The matrix of each channel, C_i A_i ... A_(j+1) B_j (HMA ACL Eq. 11)."""
-        _, decay, key, query = self.factors(x)
-        level = decay.log().cumsum(1)
-        between = (level[:, :, None] - level[:, None]).exp()
+        _, rate, key, query = self.factors(x)
+        level = rate.cumsum(1)
+        between = (level[:, :, None] - level[:, None]).clamp(max=0).exp()
         entries = torch.einsum("bijcn,bjcn,bin->bcij", between, key, query)
         return entries.tril()
 
@@ -139,6 +142,14 @@ def test_constants_in_a_loop_are_a_bias() -> None:
     bias = op.bias
     module.level = 0.0
     assert relative_error(bias - operator(copy.deepcopy(module), x).bias, expected) < 1e-10
+
+
+def test_channels_that_forget_all_but_their_last_tokens_have_maps() -> None:
+    """Their decays underflow, so that they come from fewer tokens than others, and yet are no tokens."""
+    module, x = Selective(forgets=500.0), draw(1, LENGTH, WIDTH)
+    op = operator(module, x)
+    with torch.no_grad():
+        assert relative_error(op.matrix(heads=None), module.map(x)) < LIMIT
 
 
 def test_a_loop_that_mixes_channels_is_one_stage() -> None:

@@ -204,6 +204,9 @@ class _Search(Observer[_Call]):
             return
         result = main_tensor(output)
         if parent is None:
+            # No module around the mixers of windows has the sequences of the model.
+            for call in [] if self.paths or self._layers else frame.windows:
+                self._add(call)
             return
         is_stream = result is not None and self._is_stream(frame, result)
         if is_stream and frame.tensor is not None and result is not None:

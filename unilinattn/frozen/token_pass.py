@@ -118,8 +118,9 @@ def build_pass(spec: PassSpec, build: Callable[[PassSpec], Pass]) -> tuple[PassS
     made = build(spec)
     if all(made.leaves):
         return spec, made
-    if any(isinstance(s.origin, TokenCall) and not m for s, m in zip(spec.sources, made.leaves, strict=True)):
-        raise UncoveredError(OTHER_VECTORS)
+    for source, leaves in zip(spec.sources, made.leaves, strict=True):
+        if isinstance(source.origin, TokenCall) and not leaves:
+            raise UncoveredError(_without_call(spec, source.origin))
     refusal = UncoveredError(
         f"{type(spec.model).__name__} does not look up its token ids by torch.nn.functional.embedding, so the "
         "vectors of the tokens are unknown; give the model inputs_embeds instead of ids."
@@ -134,6 +135,17 @@ def build_pass(spec: PassSpec, build: Callable[[PassSpec], Pass]) -> tuple[PassS
     if not all(made.leaves):
         raise refusal
     return spec, made
+
+
+def _without_call(spec: PassSpec, call: TokenCall) -> str:
+    """Return why a pass did not meet the call that returns the tokens' vectors."""
+    for layer in spec.layers:
+        if layer.output.shape == call.vectors.shape and call.is_same(layer.output):
+            return (
+                f"the vectors that enter the model's first block are those that {layer.name} returns, a layer that "
+                "mixes tokens, so none of them is that of one token."
+            )
+    return OTHER_VECTORS
 
 
 class BlockCall(NamedTuple):

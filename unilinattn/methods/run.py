@@ -283,6 +283,8 @@ def traced_inputs(
     if isinstance(model_or_trace, Trace):
         if bos:
             raise OptionError("a trace holds its tokens already; pass bos=True to `trace`.")
+        if isinstance(inputs, str) and inputs in list_methods():
+            raise InputError(f"a trace holds its inputs already; name the method as method={inputs!r}.")
         if inputs is not None:
             raise InputError("a trace holds its inputs already; pass only the trace, or the model with other inputs.")
         host, name = model_or_trace.host, model_or_trace.model
