@@ -227,7 +227,8 @@ class Found:
         changed = [name for name, p, version in self._parameters if _version(p) != version]
         if changed:
             raise ModelStateError(
-                f"running the model changed its own parameters {changed[:3]}; such a model cannot be traced."
+                f"running the model changed its own parameters {changed[:3]}; such a model cannot be traced. If it "
+                "sets them up in its first call, as S4 does, call it once before the trace."
             )
 
 

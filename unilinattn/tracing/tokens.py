@@ -164,6 +164,11 @@ def find_tokens(
             stream = first_stream((*args, *kwargs.values()), shapes[0][::-1])
             if stream is not None and stream.shape[-1] in widths:
                 raise Entered(stream, -1, shapes[0][0])
+            if layers[0].axes.inputs == 1 or is_around:
+                # (batch, channel, token), which the layer reads or a block around it turns.
+                stream = first_stream((*args, *kwargs.values()), (shapes[0][0], layers[0].input.shape[2], shapes[0][1]))
+                if stream is not None:
+                    raise Entered(stream, 1)
             sequences = first_stream((*args, *kwargs.values()))
             if is_around and _in_list(name) and sequences is not None and len(sequences) == batch:
                 raise Entered(sequences, -1)
@@ -313,6 +318,6 @@ def _in_list(name: str) -> bool:
 
 
 def first_stream(values: Sequence[Any], shape: tuple[int, ...] | None = None) -> Tensor | None:
-    """Return the first (batch, length, channel) tensor of a call's arguments, of a (batch, length) if it is given."""
+    """Return the first (batch, length, channel) tensor of a call's arguments, whose shape begins with a given one."""
     streams = (x for x in values if isinstance(x, Tensor) and x.is_floating_point() and x.ndim == 3)
-    return next((x for x in streams if shape is None or tuple(x.shape[:2]) == shape), None)
+    return next((x for x in streams if shape is None or tuple(x.shape[: len(shape)]) == shape), None)
