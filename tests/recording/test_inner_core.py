@@ -157,6 +157,13 @@ def test_a_loop_that_mixes_channels_is_one_stage() -> None:
     assert [stage.role for stage in op.chains["x"]] == [WHOLE]
 
 
+@pytest.mark.parametrize("mixes", [False, True], ids=["core", "one stage"])
+def test_a_copy_of_an_operator_shares_its_graph(mixes: bool) -> None:
+    op = operator(Delta(mixes), draw(1, LENGTH, WIDTH))
+    copied = copy.deepcopy(op)
+    assert torch.equal(copied.output, op.output) and copied.reconstruction_error() < LIMIT
+
+
 class Model(nn.Module):
     """A stack of two layers."""
 

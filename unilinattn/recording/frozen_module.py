@@ -63,6 +63,10 @@ class FrozenModule(Stage):
     reason: str
     bias: Float[Tensor, "batch query out"] | None = None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "FrozenModule":
+        """Return the stage itself: a graph has no copies, and does not change."""
+        return self
+
     @property
     def mixes(self) -> bool:
         """Always true."""

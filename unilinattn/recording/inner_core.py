@@ -88,6 +88,10 @@ class Channelwise(CoreMixer):
         """Store the cuts; their graph lives as long as the mixer."""
         self.entered, self.left = entered, left
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Channelwise":
+        """Return the mixer itself: a graph has no copies, and does not change."""
+        return self
+
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """(batch, channels, queries, keys)."""
@@ -312,11 +316,10 @@ def _is_channelwise(core: Channelwise) -> bool:
 def _without_skip(core: Channelwise, made: Made) -> tuple[Channelwise, Tensor | None]:
     """Return a core without the term of its end that mixes no tokens, and the factors of this term."""
     left = core.left
-    terms = [made.get((node, number)) for node, number in left.edge.node.next_functions if node is not None]
     cuts = [
-        Cut(GradientEdge(node, number), term[0], left.axis)
-        for (node, number), term in zip(left.edge.node.next_functions, terms, strict=False)
-        if node is not None and term is not None and term[0].shape == left.value.shape
+        Cut(GradientEdge(node, number), made[node, number][0], left.axis)
+        for node, number in left.edge.node.next_functions
+        if node is not None and (node, number) in made and made[node, number][0].shape == left.value.shape
     ]
     if not left.edge.node.name().startswith("AddBackward") or len(cuts) != 2:
         return core, None
