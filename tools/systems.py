@@ -23,8 +23,8 @@ from tools import markers, systems_diffusers, systems_images, systems_layers, sy
 from tools.sweep_pages import OUTCOMES
 from tools.sweep_run import GAP, difference, failed, run
 from tools.systems_models import SYSTEMS, System, names
-from unilinattn import Trace, explain, trace
-from unilinattn.errors import InputError, OptionError, UnilinattnError, nearest
+from unilinattn import MixerOperator, Trace, explain, trace
+from unilinattn.errors import InputError, OptionError, UncoveredError, UnilinattnError, nearest
 from unilinattn.evaluation.checkpoints import quiet_hosts
 from unilinattn.testing.hosts import randomize
 from unilinattn.testing.promote import promoted
@@ -42,12 +42,15 @@ FAILURES = ("wrong", "crash")
 """Outcomes with which the command fails."""
 
 Row = dict[str, Any]
-"""One line of the record: package, version, name, outcome, and layers, errors, gap and message where there are any."""
+"""One line of the record: package, version, name, outcome; layers, maps, errors, gap and message where there are."""
 
 _TEXT = """\
 {total} small models of {packages} packages with random weights, none of which has an adapter: {built} are built and
-run, {exact} of these are traced exactly, and {works} of these explained by `logit`. The builders are
-the files `tools/systems_*.py`.
+run, {exact} of these are traced exactly, and {works} of these explained by `logit`; {maps} of their {layers} layers
+have a map. The builders are the files `tools/systems_*.py`.
+
+- *maps*: the layers with a matrix of numbers for each channel or head, which `raw`, `rollout` and `attribution` need;
+  those of others mix channels together with tokens.
 
 - *works*: `trace` finds all layers, the largest reconstruction error of a layer is at most 1e-5 in float32 and 1e-10 in
   float64, and `explain(..., target=-1)` returns finite scores whose completeness gap is at most 1e-3.
@@ -66,7 +69,7 @@ def measure(system: System, built: Callable[[], None] = lambda: None) -> dict[st
     built()
     try:
         traced = trace(model, inputs, progress=False)
-        result: Row = {"layers": len(traced.layers), "error32": worst_error(traced)}
+        result: Row = {"layers": len(traced.layers), "maps": maps(traced), "error32": worst_error(traced)}
         changed = difference(traced.output, reference)
         with promoted():
             # `double` leaves complex weights as they are.
@@ -106,6 +109,19 @@ def prepared(system: System) -> tuple[nn.Module, Any, Any]:
     return model, inputs, output
 
 
+def maps(traced: Trace) -> int:
+    """Return the number of layers with a matrix of numbers, which `raw` and `rollout` need."""
+
+    def has_map(operator: MixerOperator) -> bool:
+        try:
+            operator.scoped_map()
+        except UncoveredError:
+            return False
+        return True
+
+    return sum(has_map(layer.operator) for layer in traced.layers)
+
+
 def in_double(inputs: Any) -> Any:
     """Return the inputs with their floating-point tensors in float64."""
     if isinstance(inputs, Mapping):
@@ -140,18 +156,22 @@ def section(record: Mapping[str, Any]) -> str:
         built=len(rows) - counts["unbuilt"],
         exact=counts["works"] + counts["unexplained"],
         works=counts["works"],
+        maps=sum(row.get("maps", 0) for row in rows),
+        layers=sum(row.get("layers", 0) for row in rows),
     )
     return f"{text}\nMeasured with torch {record['torch']}.\n\n{table(rows)}\n\n{reasons(rows)}"
 
 
 def table(rows: Sequence[Row]) -> str:
     """Return a line for each model as a Markdown table."""
-    heads = ("package", "model", "layers", "outcome", "error, float32", "error, float64", "gap")
+    heads = ("package", "model", "layers", "maps", "outcome", "error, float32", "error, float64", "gap")
     numbers = ("error32", "error64", "gap")
-    lines = (
-        (_package(row), row["name"], row.get("layers", ""), row["outcome"], *(_number(row, name) for name in numbers))
-        for row in rows
-    )
+
+    def line(row: Row) -> tuple[Any, ...]:
+        counts = row.get("layers", ""), row.get("maps", "")
+        return _package(row), row["name"], *counts, row["outcome"], *(_number(row, name) for name in numbers)
+
+    lines = map(line, rows)
     return markers.table(heads, lines)
 
 

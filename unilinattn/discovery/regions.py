@@ -279,8 +279,8 @@ def _without_modes() -> Iterator[None]:
             _push_mode(mode)
 
 
-_copies: "WeakKeyDictionary[nn.Module, tuple[str, nn.Module]]" = WeakKeyDictionary()
-"""The path of the forward with regions in each model, and a copy of the model with a module for each region."""
+_copies: "WeakKeyDictionary[nn.Module, dict[str | None, tuple[str, nn.Module]]]" = WeakKeyDictionary()
+"""By the path that was asked for: that of the forward with regions, and a copy with a module for each region."""
 
 
 def regional_model(model: nn.Module, arguments: Mapping[str, Any], path: str | None = None) -> nn.Module | None:
@@ -301,11 +301,11 @@ def regional_model(model: nn.Module, arguments: Mapping[str, Any], path: str | N
 
 def _regional_model(model: nn.Module, arguments: Mapping[str, Any], path: str | None) -> nn.Module | None:
     seed = torch.get_rng_state()
-    if model not in _copies or path not in (None, _copies[model][0]):
-        if path is None:
-            path = next(iter(probable_mixers(model, arguments)), ("", model))[0]
-        _copies[model] = path, _copied(model, path)
-    path, copied = _copies[model]
+    copies = _copies.setdefault(model, {})
+    if path not in copies:
+        mixer = path if path is not None else next(iter(probable_mixers(model, arguments)), ("", model))[0]
+        copies[path] = mixer, _copied(model, mixer)
+    path, copied = copies[path]
     inner = _refreshed(copied, model, path)
     # Attributes and numbers that the forward reads may have changed since the last trace.
     forwards = _forwards[inner] = _Forwards(is_model=not path)

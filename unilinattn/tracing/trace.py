@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from importlib.metadata import version
@@ -328,18 +329,18 @@ def trace(
         again.text = None if text is None else padded_text(text, longer)
         return again
     except (UncoveredError, UnknownArchitectureError) as error:
-        path = error.path if isinstance(error, WithoutVectorsError | UnknownArchitectureError) else None
-        regional = regional_model(model, arguments, path)
-        if regional is None and path is not None:
-            regional = regional_model(model, arguments)
+        if isinstance(error, UnknownArchitectureError) and error.path is not None:
+            # What mixes beside layers is one too, unless it would take the place of these.
+            with suppress(UncoveredError, UnknownArchitectureError):
+                beside = regional_model(model, arguments, error.path)
+                torch.set_rng_state(seed)
+                if beside is not None and not _hold_any(model, error.layers, (traced := built(beside)).layers):
+                    return traced
+        regional = regional_model(model, arguments, error.path if isinstance(error, WithoutVectorsError) else None)
         if regional is None:
             raise
-        torch.set_rng_state(seed)
-        traced = built(regional)
-        # A part of a forward is no layer in place of others.
-        if isinstance(error, UnknownArchitectureError) and _hold_any(model, error.layers, traced.layers):
-            raise
-    return traced
+    torch.set_rng_state(seed)
+    return built(regional)
 
 
 def _hold_any(model: nn.Module, paths: Collection[str], layers: Sequence[Layer]) -> bool:
