@@ -9,7 +9,7 @@ from unilinattn.call.axes import Axes
 from unilinattn.call.exactness import layer_tolerance, relative_error
 from unilinattn.errors import UncoveredError
 from unilinattn.operator.scopes import has_core, scoped
-from unilinattn.operator.stages import Chain, Mix, Scale, channel_groups, run, walk
+from unilinattn.operator.stages import Chain, Mix, Scale, channel_groups, run, run_adjoint, walk
 from unilinattn.recording.chains import by_token, chains_of
 from unilinattn.recording.compilation import NodeCore
 from unilinattn.recording.frozen_module import FrozenModule
@@ -54,13 +54,23 @@ def chains_around_core(
             chains = chains_of(node, like, axes, keys, _core_at(inner, node))
     except UncoveredError:
         return None
-    if chains.keys() != single.keys():
-        return None
-    # A tensor that is written over has other values than when it was a part of the graph.
-    x, expected = stage.source.detach(), stage.result.detach()
-    actual = run(chains[port], x)
-    is_same = actual.shape == expected.shape and relative_error(actual, expected) <= layer_tolerance(expected.dtype)
-    return chains if is_same else None
+    return chains if chains.keys() == single.keys() and _is_same(chains[port], stage) else None
+
+
+def _is_same(chain: Chain, whole: FrozenModule) -> bool:
+    """Tell whether stages have a module's output and its derivative.
+
+    A tensor that is written over has other values than when it was a part of the graph, and another one may have those
+    of a cut.
+    """
+    x, output = whole.source.detach(), whole.result.detach()
+    probe = torch.randn(output.shape, generator=torch.Generator().manual_seed(0), device="cpu").to(output)
+    with torch.no_grad():
+        pairs = (run(chain, x), output), (run_adjoint(chain, probe), whole.adjoint(probe))
+    return all(
+        actual.shape == expected.shape and relative_error(actual, expected) <= layer_tolerance(output.dtype)
+        for actual, expected in pairs
+    )
 
 
 def _core_at(inner: InnerCore, output: Node) -> NodeCore:
