@@ -9,9 +9,11 @@ from torch.nn import functional
 
 import unilinattn as ula
 from tests.discovery.test_regions import Attention
-from unilinattn.errors import UnknownArchitectureError
+from unilinattn.errors import InputError, UnknownArchitectureError
+from unilinattn.frozen import token_pass
 from unilinattn.testing import relative_error
 from unilinattn.testing.hosts import randomize
+from unilinattn.tracing.tokens import TokenCall
 
 WIDTH, WORDS, LENGTH = 8, 20, 10
 IDS = torch.randint(WORDS, (2, LENGTH), generator=torch.Generator().manual_seed(0))
@@ -144,3 +146,18 @@ def test_mixers_of_pieces_of_the_model_s_sequences_are_layers() -> None:
         ("mixers.1", (6, 6, WIDTH)),
     ]
     assert max(layer.operator.reconstruction_error() for layer in layers) < 1e-5
+
+
+def test_a_layer_that_makes_the_first_vectors_is_named() -> None:
+    """Inside of it no pass meets the call that returns them, as in forecasters whose embedding convolves."""
+    spec = token_pass.PassSpec.of(ula.trace(randomize(Smeared().eval()), IDS), [-1])
+    call = TokenCall(spec.layers[0].output, function=torch.cat, number=0)
+    assert f"those that {spec.layers[0].name} returns, a layer that mixes" in token_pass._without_call(spec, call)
+    other = TokenCall(2 * spec.layers[0].output, function=torch.cat, number=0)
+    assert "differ between two runs" in token_pass._without_call(spec, other)
+
+
+def test_a_method_in_place_of_inputs_is_named() -> None:
+    trace = ula.trace(randomize(Smeared().eval()), IDS)
+    with pytest.raises(InputError, match="name the method as method='logit'"):
+        ula.explain(trace, "logit")

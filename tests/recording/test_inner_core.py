@@ -11,7 +11,8 @@ from torch.nn import functional
 import unilinattn as ula
 from tests.recording.test_recorded import LIMIT, draw, operator
 from unilinattn.operator.stages import WHOLE, Mix, walk
-from unilinattn.recording import inner_core
+from unilinattn.recording import core_chains, inner_core
+from unilinattn.recording.nodes import Node, nodes_in
 from unilinattn.testing import relative_error
 
 LENGTH, WIDTH, STATES, HEADS = 40, 6, 3, 2
@@ -97,6 +98,22 @@ class Delta(nn.Module):
         return total.repeat_interleave(WIDTH // HEADS, 1)
 
 
+class Twice(nn.Module):
+    """A gated loop over a multiple of projected values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value, self.decay, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        decay, value = self.decay(x).sigmoid(), 3 * self.value(x)
+        state, outputs = torch.zeros_like(value[:, 0]), []
+        for t in range(x.shape[1]):
+            state = decay[:, t] * state + value[:, t]
+            outputs.append(state)
+        return self.out(torch.stack(outputs, 1))
+
+
 LOOPS: dict[str, Callable[[], "Selective | Delta"]] = {"selective": Selective, "delta rule": Delta}
 
 
@@ -155,6 +172,21 @@ def test_channels_that_forget_all_but_their_last_tokens_have_maps() -> None:
 def test_a_loop_that_mixes_channels_is_one_stage() -> None:
     op = operator(Delta(mixes=True), draw(2, LENGTH, WIDTH))
     assert [stage.role for stage in op.chains["x"]] == [WHOLE]
+
+
+def test_stages_with_another_derivative_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wrong tensor before a core gives another map, and the module is one stage."""
+    find = core_chains._node_of
+
+    def other(cut: inner_core.Cut, output: Node) -> Node | None:
+        node = find(cut, output)
+        while node is not None and node.name not in ("linear", "stack"):
+            node = next(nodes_in(node.args), None)
+        return node
+
+    monkeypatch.setattr(core_chains, "_node_of", other)
+    op = operator(Twice(), draw(2, LENGTH, WIDTH))
+    assert [stage.role for stage in op.chains["x"]] == [WHOLE] and op.reconstruction_error() < LIMIT
 
 
 @pytest.mark.parametrize("mixes", [False, True], ids=["core", "one stage"])

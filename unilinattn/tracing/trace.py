@@ -330,11 +330,11 @@ def trace(
         return again
     except (UncoveredError, UnknownArchitectureError) as error:
         if isinstance(error, UnknownArchitectureError) and error.path is not None:
-            # What mixes beside layers is one too, unless it would take the place of these.
+            # What mixes outside of the layers is one too, unless it would take their place.
             with suppress(UncoveredError, UnknownArchitectureError):
-                beside = regional_model(model, arguments, error.path)
+                regional = regional_model(model, arguments, error.path)
                 torch.set_rng_state(seed)
-                if beside is not None and not _hold_any(model, error.layers, (traced := built(beside)).layers):
+                if regional is not None and not _hold_any(model, error.layers, (traced := built(regional)).layers):
                     return traced
         regional = regional_model(model, arguments, error.path if isinstance(error, WithoutVectorsError) else None)
         if regional is None:
