@@ -65,7 +65,8 @@ class Delta(nn.Module):
     def __init__(self, mixes: bool = False) -> None:
         super().__init__()
         self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.beta, self.decay, self.mixes = nn.Linear(WIDTH, HEADS), nn.Linear(WIDTH, HEADS), mixes
+        self.beta, self.decay, self.gate = nn.Linear(WIDTH, HEADS), nn.Linear(WIDTH, HEADS), nn.Linear(WIDTH, WIDTH)
+        self.mixes = mixes
 
     def factors(self, x: Tensor) -> tuple[Tensor, ...]:
         q, k, v = (layer(x).unflatten(2, (HEADS, -1)) for layer in (self.q, self.k, self.v))
@@ -82,7 +83,8 @@ class Delta(nn.Module):
             step = step.flip(-1) + step if self.mixes else step
             state = state + step[..., None] * k[:, t, :, None]
             y[:, t] = torch.einsum("bhvk,bhk->bhv", state, q[:, t])
-        return self.out(y.flatten(2))
+        gate = functional.silu(self.gate(x)).unflatten(2, (HEADS, -1))
+        return self.out((y * gate).flatten(2))
 
     def map(self, x: Tensor) -> Tensor:
         """The matrix of each channel, equal in a head: the queries read the products of transitions and keys."""
